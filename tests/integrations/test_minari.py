@@ -1,4 +1,4 @@
-"""Minari itself: episodes become its datasets and come back, and repeat bit by bit."""
+"""Minari: episodes round-trip through its datasets and replay bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INFO_KEYS = {"cost": np.float32, "score/total": np.int64, "score/both": (np.int6
 
 @pytest.fixture(autouse=True)
 def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's datasets are."""
+    """Directory of this test's datasets."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     return tmp_path
 
@@ -146,14 +146,14 @@ def test_a_dataset_replays_bit_for_bit_in_its_recovered_environment(name: str) -
         np.testing.assert_array_equal(episode.truncations, truncated)
 
 
-# Datasets of others ------------------------------------------------------------------------------
+# Datasets from other sources ---------------------------------------------------------------------
 
 
 def collected(env: gym.Env[Any, Any], n: int, **options: Any) -> Any:
-    """A dataset of Minari's own collector."""
+    """Return a dataset from Minari's own collector."""
     pytest.importorskip("jax", reason="Minari's own collector needs jax")
     with warnings.catch_warnings():
-        # The collector drops folders that it has made without removing them.
+        # The collector abandons folders that it has created without removing them.
         warnings.simplefilter("ignore", ResourceWarning)
         collector = minari.DataCollector(env, record_infos=True, **options)
         for _ in range(n):
@@ -192,7 +192,7 @@ def test_a_dataset_from_minaris_own_collector_can_be_read(data_format: str) -> N
             "initial_state": np.arange(n) == 0,
             "_cost": infos["cost"][1:],
         }
-        if data_format == "hdf5":  # Minari does not read nested ones of the other format
+        if data_format == "hdf5":  # Minari does not read nested data in the other format
             wanted["_score/total"] = infos["score"]["total"][1:]
             wanted["score/both"] = infos["score"]["both"][:-1]
         for key, values in wanted.items():
@@ -201,7 +201,7 @@ def test_a_dataset_from_minaris_own_collector_can_be_read(data_format: str) -> N
 
 
 def a_dataset(info: Any = None, n_observations: int = 4, reward: float = 1.0) -> Any:
-    """A dataset of one episode, written in another way."""
+    """Return a dataset of one episode, written in another way."""
     buffer = EpisodeBuffer(
         observations=np.zeros((n_observations, 3), np.float32),
         actions=np.zeros(3, np.int64),
@@ -216,7 +216,7 @@ def a_dataset(info: Any = None, n_observations: int = 4, reward: float = 1.0) ->
         return minari.create_dataset_from_buffers("odd-v0", [buffer], **spaces)
 
 
-# What is refused ---------------------------------------------------------------------------------
+# Refusals ----------------------------------------------------------------------------------------
 
 
 def test_data_that_would_be_lost_is_refused_and_nothing_is_written(datasets: Path) -> None:

@@ -1,4 +1,4 @@
-"""PettingZoo itself: its environments, compared step by step with loops over its interface."""
+"""PettingZoo: its environments, compared step by step with loops over its interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pettingzoo.sisl.pursuit import pursuit
 from pettingzoo.utils.conversions import aec_to_parallel, turn_based_aec_to_parallel
 
 with warnings.catch_warnings():
-    # Box2D crashes where a DeprecationWarning is an error; these import names that are deprecated.
+    # Box2D crashes where a DeprecationWarning is an error; these packages import deprecated names.
     warnings.simplefilter("ignore")
     from pettingzoo.sisl.multiwalker import multiwalker
 
@@ -52,7 +52,7 @@ TURNS: dict[str, Make] = {
 
 
 def sizes_of(env: PettingZooEnv) -> dict[str, int]:
-    """Key of each group's action to the number of choices, 0 for numbers."""
+    """Return each group's action key with its number of choices, 0 for numbers."""
     spaces = env.action_space.spaces if len(env.groups) > 1 else {"": env.action_space}
     return {
         f"action/{name}" if name else "action": int(space.nvec[0]) if hasattr(space, "nvec") else 0
@@ -61,7 +61,7 @@ def sizes_of(env: PettingZooEnv) -> dict[str, int]:
 
 
 def collected(make: Make, n_episodes: int = 4) -> Any:
-    """Episodes, and the groups of their agents."""
+    """Return episodes and the groups of their agents."""
 
     def create_env(seed: int) -> PettingZooEnv:
         return PettingZooEnv([make(), make()], seed)

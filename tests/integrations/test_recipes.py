@@ -1,4 +1,4 @@
-"""Programs of docs/integrations.md that use no adapter."""
+"""Programs of docs/integrations.md that do not use an adapter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_episodes_round_trip_through_parquet_and_pandas_reads_them(
     run_block(PAGE, 3, program_folder)
     same, average = capfd.readouterr().out.splitlines()
     assert same == "True"
-    assert average == "average return: 38.6875"  # of the lengths that the tour shows
+    assert average == "average return: 38.6875"  # with the lengths shown in the tour
 
 
 def test_episode_returns_are_logged_to_tensorboard(program_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Policies of Stable-Baselines3 as agents, beside the real library."""
+"""Policies of Stable-Baselines3 as agents, compared with the real library."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model_of(name: str) -> tuple[Any, dict[str, str]]:
 
 
 def seen_by(model: Any, observation: Any) -> Any:
-    """Observations as ``model.predict`` takes them."""
+    """Return observations in the form that ``model.predict`` takes."""
     keys = model.observation_space.spaces if "place" in observation else ("frame",)
     arrays = {key: observation[key].numpy() for key in keys}
     return arrays.get("frame", arrays)
@@ -94,8 +94,8 @@ def test_sampled_actions_have_the_models_distribution(name: str) -> None:
 @pytest.mark.parametrize("name", ["ppo box", "dqn images"])
 def test_episodes_of_a_trained_policy_are_the_same_in_workers(name: str) -> None:
     model, kinds = model_of(name)
-    # Afterwards a distribution has tensors that cannot be copied, and what Stable-Baselines3 wraps
-    # images in cannot be pickled.
+    # A distribution now has tensors that cannot be copied, and Stable-Baselines3's image wrappers
+    # cannot be pickled.
     model.learn(96 if name == "ppo box" else 5)
     agent = from_sb3(model, deterministic=name != "ppo box")
     here, there = (episodes_of(agent, kinds, 12, n_workers) for n_workers in (0, 2))
@@ -145,7 +145,7 @@ def test_unsupported_models_are_refused_by_name() -> None:
     for model, named in (
         (PPO, "model"),
         (recurrent, "ActorCriticPolicy"),
-        # of these only the best actions are taken
+        # these support only deterministic actions
         (PPO("MlpPolicy", drifts(), device="cpu", use_sde=True), "deterministic=True"),
         (PPO("MlpPolicy", drifts(action="bits"), device="cpu"), "deterministic=True"),
     ):

@@ -1,6 +1,6 @@
-"""Random batchers, and random things done with them, against loops that are written by hand.
+"""Random batchers and random calls of them, compared with hand-written loops.
 
-Everything about a case follows from its number. ``RLPOOL_CASES=20000`` runs more of them than a
+A case is determined by its number. ``RLPOOL_CASES=20000`` runs more of them than a
 default run, ``RLPOOL_FIRST_CASE=1000`` others; with ``RLPOOL_CASES=1`` a failure shows again.
 """
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(120 + N_CASES)
 def run_cases(
     kind: str, share: float, run: Callable[[int, random.Random, list[Any]], None]
 ) -> None:
-    """Run a share of all cases; each notes what it does in a list, which a failure shows."""
+    """Run a share of all cases; each logs its calls in a list that a failure prints."""
     reports, n_failed = [], 0
     for case in range(FIRST, FIRST + max(1, round(share * N_CASES))):
         notes: list[Any] = []
@@ -66,9 +66,9 @@ class Script:
 
     Args:
         batcher: The batcher.
-        by_hand: What it has to return.
-        rng: What the calls are drawn from.
-        log: Is told the calls.
+        by_hand: Computes the expected results.
+        rng: Source of the random calls.
+        log: Receives a description of each call.
     """
 
     def __init__(self, batcher: Any, by_hand: Any, rng: random.Random, log: list[Any]) -> None:
@@ -103,10 +103,10 @@ class Script:
                 infos = (info or None for info in last[1:3])
                 self.batcher.execute(n, *infos, episode_seeds=last[3])
                 self.pending.append(self.by_hand.execute(*last))
-                if self.pending[-1].breaks:  # whoever else runs fails as well
+                if self.pending[-1].breaks:  # all other running requests fail as well
                     self.take_all()
                     last = None
-                elif last[3]:  # rows of the same seed would be taken for the same episode
+                elif last[3]:  # rows with the same seed would be mistaken for the same episode
                     last = None
         self.take_all()
 
@@ -149,7 +149,7 @@ class Script:
         self.take_all()
 
     def resume(self) -> None:
-        """Go on with another batcher from a state of this one, which collects again."""
+        """Continue with another batcher from a state of this one and collect again."""
         if self.by_hand.setting.n_threads:
             return
         self.log.append("resume")
@@ -162,7 +162,7 @@ class Script:
         self.update(self.by_hand.agent.bias)
 
     def seek(self) -> None:
-        """Go to another episode, if nothing is pending."""
+        """Seek to another episode, if nothing is pending."""
         if self.pending:
             return
         number = self.rng.choice([0, self.rng.randint(1, 40), 2**40 + 1])
@@ -171,7 +171,7 @@ class Script:
         self.by_hand.n_before = number
 
     def stream(self) -> None:
-        """Take some results of a stream, and leave it."""
+        """Take some results of a stream and abandon it."""
         if self.pending:
             return
         n, n_pending, n_results = (self.rng.randint(1, 4) for _ in range(3))
@@ -193,7 +193,7 @@ class Script:
         self.pending.clear()
 
     def kill(self) -> None:
-        """End a worker, whatever it is doing."""
+        """Kill a worker at an arbitrary time."""
         if self.may_kill and self.rng.random() < 0.3:
             workers = self.batcher.stats().workers
             worker = self.rng.randrange(len(workers))
@@ -215,7 +215,7 @@ class Script:
         self.kept.clear()
 
     def take(self) -> None:
-        """Take the oldest result, if there is one; keep it, spoil it or drop it."""
+        """Take the oldest result, if there is one, and keep, overwrite or drop it."""
         if not self.pending:
             return
         self.log.append("get")
@@ -241,13 +241,13 @@ class Script:
         return got if got is not None else self.batcher.get()
 
     def seeds(self, n: int) -> Any:
-        """Seeds that are named, ``None`` for those that follow from the numbers."""
+        """Draw explicit seeds, or ``None`` for those derived from episode numbers."""
         if self.by_hand.setting.over == "together" or self.rng.random() < 0.8:
             return None
         return [self.rng.randrange(2**31) for _ in range(n)]
 
     def infos(self, n: int) -> tuple[Any, Any]:
-        """``agent_info`` and ``env_info`` of ``n`` rows."""
+        """Draw ``agent_info`` and ``env_info`` of ``n`` rows."""
         rng, env_info = self.rng, {}
         if self.by_hand.setting.over in ("array", "together"):
             if rng.random() < 0.5:
@@ -268,7 +268,7 @@ class Script:
             steps[rng.randrange(n)] = rng.randint(-1, 4)
             is_window = isinstance(self.by_hand, WindowsByHand)
             if self.by_hand.setting.truncates:
-                # Nobody knows what an episode shows whose reset fails. Managers replace workers.
+                # The values of an episode whose reset fails are unknown. Managers replace workers.
                 never = [NEVER] * (6 if self.by_hand.setting.over == "manager" else 1)
                 each = [rng.choice([*never, rng.randint(0, 6)]) for _ in range(n)]
                 env_info["fails_at"] = np.array(each)
@@ -279,17 +279,17 @@ class Script:
         return agent_info, env_info
 
     def later_env_info(self, n: int) -> Any:
-        """``env_info`` for episodes that begin from now on, ``None`` for the same as before."""
+        """Draw ``env_info`` for later episodes, or ``None`` to keep the current one."""
         if self.by_hand.setting.over == "together" or "id" in self.by_hand.agent_info:
             return None
         _, env_info = self.infos(n)
-        env_info.pop("id", None)  # lanes that go on have another one
-        if "fails_at" in env_info:  # but no reset behind the last step of the window before
+        env_info.pop("id", None)  # continuing lanes have a different one
+        if "fails_at" in env_info:  # except for a reset after the last step of the previous window
             env_info["fails_at"][env_info["fails_at"] == -1] = 0
         return env_info or None
 
     def agent_info(self, n: int, env_info: Any) -> Any:
-        """``agent_info`` of ``n`` rows."""
+        """Draw ``agent_info`` of ``n`` rows."""
         rng, info = self.rng, {}
         if "id" in env_info and rng.random() < 0.5:
             info["id"] = env_info["id"]
@@ -306,7 +306,7 @@ def scripted(
     over: str | None = None,
     n_threads: Sequence[int] = (0,),
 ) -> None:
-    """Run cases, each of which is one batcher with some scripts, one after another."""
+    """Run cases, each with one batcher and several scripts in sequence."""
 
     def run(case: int, rng: random.Random, notes: list[Any]) -> None:
         setting = any_setting(rng, over, n_threads=n_threads[case % len(n_threads)])
@@ -356,16 +356,16 @@ def columns_of(steps: Sequence[Values]) -> Values:
 
 
 class PoolByHand:
-    """What a pool holds, as a list of steps, the oldest first.
+    """Expected content of a pool as a list of steps, the oldest first.
 
     Args:
-        pool_size: The most steps.
-        info_keys: Keys of the infos that are kept with each step.
+        pool_size: Maximum number of steps.
+        info_keys: Keys of the infos stored with each step.
     """
 
     def __init__(self, pool_size: int, info_keys: list[str]) -> None:
         self.info_keys = info_keys
-        # Batcher, lane, episode and number of a step, and what it is.
+        # Batcher, lane, episode and number of a step, and its values.
         self.steps: deque[tuple[tuple[int, ...], Values]] = deque(maxlen=pool_size)
         self.n_rows = 0
 
@@ -373,7 +373,7 @@ class PoolByHand:
         for row, steps in enumerate(result.rows):
             self.n_rows += 1
             infos = {key: result.info[key][row] for key in self.info_keys}
-            place = [-1, self.n_rows, 0, 0]  # of an episode that is a row of its own
+            place = [-1, self.n_rows, 0, 0]  # of an episode with its own row
             if "batcher" in result.info:
                 place = [int(result.info[key][row]) for key in WINDOW_KEYS]
             *lane, episode, number = place
@@ -383,7 +383,7 @@ class PoolByHand:
                 episode, number = episode + is_end, 0 if is_end else number + 1
 
     def runs(self, numbers: Sequence[int], length: int) -> list[list[Values]]:
-        """Steps, each with those that follow it in its episode, as far as they are held."""
+        """Return each step with those that follow it in its episode, as far as stored."""
         held, runs = dict(self.steps), []
         for number in numbers:
             (*place, time), step = self.steps[number]
@@ -395,7 +395,7 @@ class PoolByHand:
         return runs
 
     def check(self, pool: Pool, n_step: int) -> None:
-        """Compare all that there is, and samples."""
+        """Compare all steps, and samples."""
         n, held = len(self.steps), columns_of([step for _, step in self.steps])
         before = [key for key in held if not key.startswith("_") or key == "_reward"]
 
@@ -404,7 +404,7 @@ class PoolByHand:
             return [b"".join(array[row].tobytes() for array in arrays) for row in range(n)]
 
         numbers_of = {bits: number for number, bits in enumerate(bits_in(held))}
-        if len(numbers_of) < n:  # some look the same
+        if len(numbers_of) < n:  # some are identical
             return
         every = pool.transitions()
         found = [numbers_of[bits] for bits in bits_in(every)]
@@ -438,7 +438,7 @@ class Source(Script):
     is_reset = False
 
     def result(self) -> tuple[Any, Expected | None]:
-        """The next result, and what it has to be; neither if all lanes have stopped."""
+        """Return the next result and the expected one, ``None`` if all lanes have stopped."""
         if not isinstance(self.by_hand, WindowsByHand):
             n = self.rng.randint(1, 5)
             infos = self.infos(n)
@@ -498,8 +498,8 @@ class Trials:
     """A random learner, whose rollouts are compared.
 
     Args:
-        rng: What it is drawn from.
-        notes: Is told what is drawn.
+        rng: Source of randomness.
+        notes: Receives a description of each draw.
     """
 
     def __init__(self, rng: random.Random, notes: list[Any]) -> None:
@@ -543,7 +543,7 @@ class Trials:
         )
         n_before = 0
         for collection in range(self.rng.randint(1, 2)):
-            # Others each time: nothing depends on them.
+            # These vary: no result depends on them.
             n, lanes = self.rng.randint(0, 5), self.lanes()
             tasks = self.trial().get_all_task_idx() if self.tasks is None else self.tasks
             self.notes.append((n, type(lanes).__name__, lanes.n_lanes, lanes.min_ready))
@@ -566,7 +566,7 @@ class Trials:
     n_steps = 0
 
     def expect(self, storage: Storage, n_before: int, tasks: list[Any]) -> None:
-        """Store rollouts that are played one after another."""
+        """Store rollouts that are played sequentially."""
         root, agent, n = root_from(self.seed), self.agent(), len(tasks)
         n_rows = max(self.n_lanes, self.batch_rows)
         seeds = episode_seeds(root, n_before, n)

@@ -1,7 +1,7 @@
-"""Array against a plain model: a flat list of values, and views that list where theirs are.
+"""Array against a plain model: a flat list of values, and views that list their positions.
 
-The model of a view knows for every index of the time which row of the allocation it means, found by
-counting, and leaves all other dimensions to NumPy.
+For every index along the time dimension, the model of a view finds the row of the allocation by
+counting; NumPy handles all other dimensions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Model:
     """A view.
 
     Attributes:
-        n_rows: Rows of the allocation.
-        row_size: Elements of a row.
+        n_rows: Number of rows in the allocation.
+        row_size: Number of elements per row.
         ids: What is visible: for each element its number in the allocation.
-        axis: Which dimension is the time, ``None`` if there is none any more.
+        axis: Time dimension, ``None`` if there is none any more.
         rest: ``ids`` of row 0 without the time.
         start: Row of index 0.
         step: From one index to the next; 0 after an index array or a mask selected rows, when only
@@ -47,7 +47,7 @@ class Model:
     step: int = 0
 
     def showing(self, rest: Any, axis: int, start: int, step: int, length: int) -> Model:
-        """A view of rows, and of those around them."""
+        """Return a view of rows and of those around them."""
         model = replace(self, axis=axis, rest=rest, start=start, step=step)
         return replace(model, ids=model.stacked(range(length)))
 
@@ -67,7 +67,7 @@ class Model:
         return replace(self, ids=ids, start=self.start + n_steps)
 
     def index(self, parts: list[Any]) -> Model:
-        """Index with one part per dimension of ``ids``, an int, a slice or an index array."""
+        """Index with one int, slice or index array per dimension of ``ids``."""
         if self.axis is None:
             return self.gathered(self.ids[tuple(parts)], None)
         part, key, length = parts[self.axis], [*parts], self.ids.shape[self.axis]
@@ -92,7 +92,7 @@ class Model:
         return self.showing(rest, axis, start, step, len(seen))
 
     def axis_after(self, parts: list[Any]) -> int | None:
-        """Where NumPy puts the time: tried with a length that no other dimension has."""
+        """Return NumPy's position of the time dimension, found by giving it a unique length."""
         assert self.axis is not None
         part = parts[self.axis]
         if isinstance(part, int):
@@ -110,7 +110,7 @@ class Model:
 
 
 def counted(part: slice, low: int, high: int, length: int) -> tuple[int, list[int]]:
-    """The index where a slice of the time begins, and all that it means, one by one."""
+    """Return the first index of a slice along time, and all its indices."""
     step = 1 if part.step is None else part.step
     first, stop = 0, length
     if step < 0:
@@ -135,7 +135,7 @@ slices = st.builds(slice, bounds, bounds, steps)
 
 @st.composite
 def keys(draw: st.DrawFn, shape: tuple[int, ...], with_arrays: bool) -> tuple[Any, list[Any]]:
-    """A key for an array of this shape, and what it means for every dimension."""
+    """Draw a key for an array of this shape, and its meaning for every dimension."""
     n_arrays = draw(st.integers(1, 3))
     kinds = ["slice", "slice", "int", "all"] + ["array", "mask"] * with_arrays
     written: list[Any] = []
@@ -208,8 +208,8 @@ def check(array: Array, model: Model, values: Any) -> None:
 
 
 def both(of_array: Any, of_model: Any) -> tuple[Array, Model] | None:
-    """The same operation on both; ``None`` if both refuse it."""
-    # Before 2.3, NumPy warns of a wrong index where the result is empty, and warnings are errors.
+    """Run the same operation on both; ``None`` if both refuse it."""
+    # NumPy before 2.3 warns about an invalid index if the result is empty, which is an error here.
     refused = (IndexError, DeprecationWarning)
     try:
         model = of_model()
@@ -260,7 +260,7 @@ def test_any_sequence_of_indexing_writing_rotating_and_shifting_matches_the_mode
             counter += 100
             view[...] = np.arange(counter, counter + view_model.ids.size).reshape(view.shape)
             values[view_model.ids.ravel()] = np.arange(counter, counter + view_model.ids.size)
-        elif operation == "next" and view_model.ids.size:  # of nothing, the model has no row
+        elif operation == "next" and view_model.ids.size:  # the model of an empty view has no rows
             step = data.draw(st.sampled_from([1, -1]), "step")
             found = both(
                 lambda v=view, s=step: v.next if s == 1 else v.previous,
@@ -292,7 +292,7 @@ def test_any_sequence_of_indexing_writing_rotating_and_shifting_matches_the_mode
         check(twin, model, values)
     assert (array._allocation.values.ravel() == values).all()
     copied = copy.deepcopy(array)
-    check(copied, model, values)  # with its window, which is its own
+    check(copied, model, values)  # with its own window
     copied.rotate()
     copied.full[...] = -1
     check(array, model, values)

@@ -1,4 +1,4 @@
-"""Numbers of every dtype through every door: they arrive as they are, or are refused by name."""
+"""Numbers of every dtype through every interface arrive unchanged or are refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUMBERS = [
 
 
 def values_of(source: Dtype) -> Iterator[Any]:
-    """The numbers that a dtype has, as scalars of it."""
+    """Return numbers of a dtype as its scalars."""
     for number in NUMBERS:
         with np.errstate(all="ignore"):
             try:
@@ -62,7 +62,7 @@ def fits(value: Any, target: Dtype) -> bool:
 
 
 def is_what_was_given(stored: Any, value: Any) -> bool:
-    """Whether a number is another one, or a float the rounding of another float."""
+    """Whether a number equals another one, or is a float that results from rounding it."""
     stored, number = np.asarray(stored), value.item()
     if stored.dtype.kind == value.dtype.kind == "f":
         return np.array_equal(stored, np.array(number).astype(stored.dtype), equal_nan=True)
@@ -70,7 +70,7 @@ def is_what_was_given(stored: Any, value: Any) -> bool:
 
 
 class ShowingEnv(gymnasium.Env[Any, Any]):
-    """Returns what it is told to, and keeps the action that it gets."""
+    """Environment that returns given values and keeps the action that it gets."""
 
     def __init__(self, space: Any = None, action_space: Any = None) -> None:
         self.observation_space = space or spaces.Box(0, 1, (1,))
@@ -89,7 +89,7 @@ class ShowingEnv(gymnasium.Env[Any, Any]):
 
 
 class GivingAgent(Agent):
-    """Returns one action."""
+    """Agent that returns a given action."""
 
     def __init__(self) -> None:
         self.action: Any = None
@@ -108,7 +108,7 @@ def box(dtype: Dtype, shape: tuple[int, ...] = (1,)) -> spaces.Space[Any]:
 
 
 def step_of(env: VecEnv, value: Any) -> Any:
-    """The last action that the trajectory has of an action."""
+    """Return the trajectory's last action after an action was taken."""
     env.reset()
     action = torch.from_numpy(np.array([[value]], value.dtype))
     (after, _), _ = env.step(DictTensor({"action": action}))
@@ -186,7 +186,7 @@ DOORS = {
     )
 }
 TAKES_ALL = {"function", "info"}
-"""Doors that take every number that fits; others refuse some dtypes, whatever the numbers are."""
+"""Interfaces that accept every representable number; others refuse some dtypes entirely."""
 
 
 @pytest.mark.parametrize("name", DOORS)

@@ -1,4 +1,4 @@
-"""DictTensor and TemporalDictTensor against plain models: lists of rows made of nested lists."""
+"""DictTensor and TemporalDictTensor against plain models: rows as nested lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A random batch and what it was made from."""
+    """A random batch and the data it was created from."""
 
     batch: TemporalDictTensor
     model: list[Row]
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     info: Specs
 
 
-UNSIGNED = torch.uint16  # of which torch can do little
+UNSIGNED = torch.uint16  # torch supports few operations on it
 signed = st.sampled_from([torch.bool, torch.uint8, torch.int64, torch.float32])
 dtypes = signed | st.just(UNSIGNED)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -47,7 +47,7 @@ info_specs = st.dictionaries(st.sampled_from(["task", "seed"]), st.tuples(dtypes
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random values that every dtype can hold exactly."""
+    """Draw random values that every dtype can represent exactly."""
     high = {torch.bool: 2, UNSIGNED: 2**16}.get(dtype, 256)
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -61,7 +61,7 @@ def random_batch(specs: Specs, n: int, seed: int) -> DictTensor:
 def make(
     steps: Specs, info: Specs, lengths: list[int], n_timesteps: int, seed: int
 ) -> TemporalDictTensor:
-    """Random values, with zeros as padding; every other one lies in memory with the time first."""
+    """Draw random values with zeros as padding; every other tensor is stored time first."""
     tensors, n = {}, len(lengths)
     for number, (key, (dtype, shape)) in enumerate(steps.items()):
         tensor = random_tensor(dtype, (n_timesteps, n, *shape), seed + number).transpose(0, 1)
@@ -75,7 +75,7 @@ def make(
 
 @st.composite
 def samples(draw: st.DrawFn, min_n: int = 0) -> Sample:
-    """Batches with B from 0 to 4 and T from 0 to 5."""
+    """Draw batches with B from 0 to 4 and T from 0 to 5."""
     n_timesteps = draw(st.integers(0, 5))
     lengths = draw(st.lists(st.integers(0, n_timesteps), min_size=min_n, max_size=4))
     steps, info = draw(specs), draw(info_specs)
@@ -115,7 +115,7 @@ def check(batch: TemporalDictTensor, model: list[Row], sample: Sample) -> None:
 
 
 def cut(row: Row, start: int, stop: int) -> Row:
-    """Steps ``start`` to ``stop`` of a row."""
+    """Return steps ``start`` to ``stop`` of a row."""
     steps = {key: values[start:stop] for key, values in row.steps.items()}
     return row._replace(steps=steps, length=min(max(row.length - start, 0), stop - start))
 
@@ -129,7 +129,7 @@ def longest(model: list[Row]) -> int:
     return max((row.length for row in model), default=0)
 
 
-# Selecting and joining, one after another, since each must leave what the next one relies on ------
+# Selecting and joining in sequence, since each must preserve the invariants of the next ----------
 
 
 def _select(sample: Sample, data: st.DataObject) -> Any:
@@ -202,7 +202,7 @@ def _copy(sample: Sample, data: st.DataObject) -> Any:
 
 
 def _assign(sample: Sample, data: st.DataObject) -> Any:
-    """Rows of another batch, which may have more or fewer steps, over some of these."""
+    """Overwrite some rows with those of another batch, which may have more or fewer steps."""
     target, n_timesteps = sample.batch.clone(), sample.batch.n_timesteps()
     n_longer = n_timesteps + data.draw(st.integers(-n_timesteps, 2))
     lengths = data.draw(
@@ -233,10 +233,10 @@ def test_any_chain_of_operations_matches_the_model(sample: Sample, data: st.Data
         check(batch, model, sample)
         seen.append(Sample(batch, model, sample.steps, sample.info))
     for each in seen:
-        check(each.batch, each.model, sample)  # nothing was written to what it came from
+        check(each.batch, each.model, sample)  # nothing was written to its source
 
 
-# Looking ------------------------------------------------------------------------------------------
+# Access -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200)
@@ -280,7 +280,7 @@ def test_access_to_rows_and_steps_respects_the_lengths(sample: Sample, data: st.
         ]
 
 
-# DictTensor: what it does in its own way ----------------------------------------------------------
+# DictTensor: its own behaviour --------------------------------------------------------------------
 
 
 @given(specs, specs, st.integers(0, 4), st.integers(0, 4), seeds, st.data())

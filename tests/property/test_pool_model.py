@@ -1,4 +1,4 @@
-"""Pool against a plain model: a list of transitions per sub-pool, and the rules, literally."""
+"""Pool against a plain model: a list of transitions per sub-pool, with literal rules."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Transition:
     """One transition.
 
     Attributes:
-        values: Every key of it.
-        continues: Whether the next one that was added to its sub-pool is of the same episode.
-        priority: To the power alpha.
+        values: Its values by key.
+        continues: Whether the next one added to its sub-pool belongs to the same episode.
+        priority: Its priority to the power of alpha.
     """
 
     values: dict[str, Any]
@@ -51,11 +51,11 @@ class Transition:
 
 @dataclass
 class SubPool:
-    """What a sub-pool holds, in a list, and how many were ever appended to it.
+    """Content of a sub-pool as a list, with the number of transitions ever appended.
 
     Attributes:
-        last_single: The last one that was added as a single transition.
-        open: The same, if the next single one may go on with its episode.
+        last_single: The last one added as a single transition.
+        open: The same, if the next single one may continue its episode.
     """
 
     capacity: int
@@ -86,7 +86,7 @@ all_options = st.fixed_dictionaries(
 
 @dataclass(frozen=True)
 class Step:
-    """How a step of a trajectory relates to the next one: 'done', 'restart', 'jump' or 'inner'."""
+    """Relation of a trajectory's step to the next one: 'done', 'restart', 'jump' or 'inner'."""
 
     end: str
     terminated: bool
@@ -101,7 +101,7 @@ rows = st.lists(st.lists(steps, max_size=7), min_size=1, max_size=4)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Does the same to a pool and to its model."""
+    """Performs the same operations on a pool and its model."""
 
     @initialize(options=all_options, seed=st.integers(0, 2**32))
     def make(self, options: Any, seed: int) -> None:
@@ -135,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.close()
 
-    # The rules of the document, literally ----------------------------------------------------
+    # The documented rules, literally ----------------------------------------------------------
 
     def append(self, number: int, transition: Transition) -> None:
         sub_pool, options = self.sub_pools[number], self.options
@@ -197,19 +197,19 @@ class PoolMachine(RuleBasedStateMachine):
                 number = self.route(router) if index is None else index
                 for transition in episode:
                     self.append(number, transition)
-        # What the user does to trajectories afterwards is none of the pool's business.
+        # Later changes to the trajectories must not affect the pool.
         for tensor in before:
             trajectories[tensor].zero_()
 
     def episode(self, row: list[Step], *, only_inner: bool) -> list[Transition]:
-        """The transitions of one row; each frame is a new one, but where a step is inner."""
+        """Return the transitions of one row; each frame is new except at inner steps."""
         transitions: list[Transition] = []
         frame, starts = self.new_frame(), True
         for place, step in enumerate(row):
             is_last = place == len(row) - 1
             end = step.end
             if end == "jump" and "_frame" not in self.stored:
-                end = "inner"  # a jump without a flag shows only where frames are compared
+                end = "inner"  # a jump without a flag is detected only where frames are compared
             if only_inner and not is_last:
                 end = "inner"
             after = self.new_frame()
@@ -297,7 +297,7 @@ class PoolMachine(RuleBasedStateMachine):
         s = self.frame(self.new_frame())
         last = sub_pool.last_single
         if self.options.frame == "stack" and last and last.values["action"] != self.n_frames - 1:
-            follows = False  # what the next stack shows besides was taken since
+            follows = False  # the other frames of the next stack were added in the meantime
         if follows and last is not None:
             self.n_frames -= self.options.frame == "stack"
             s = sub_pool.last_single.values["_frame"]
@@ -335,7 +335,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(in_use=st.booleans())
     def resume(self, in_use: bool) -> None:
-        """Go on with a copy that was loaded, that may have been filled otherwise before."""
+        """Continue with a loaded copy that may have had other content before."""
         written = io.BytesIO()
         torch.save(self.pool.state_dict(), written)
         written.seek(0)
@@ -355,7 +355,7 @@ class PoolMachine(RuleBasedStateMachine):
         stopped.close()
 
     def others(self) -> dict[str, torch.Tensor]:
-        """Two steps of other shapes."""
+        """Return two steps of different shapes."""
         return {
             key: torch.zeros(1, 2, *((3, 5) if key.endswith("frame") else ()))
             for key in self.stored
@@ -368,7 +368,7 @@ class PoolMachine(RuleBasedStateMachine):
         return [t for sub_pool in self.sub_pools for t in sub_pool.kept]
 
     def runs(self) -> dict[bytes, list[Transition]]:
-        """The transitions from each one on that are known to be of its episode, by its frame."""
+        """Return the transitions from each one on known to be of its episode, by its frame."""
         found = {}
         for sub_pool in self.sub_pools:
             run: list[Transition] = []
@@ -378,7 +378,7 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     def check_refused(self, batch_size: int) -> bool:
-        """Whether a batch cannot be drawn; looks at the error."""
+        """Whether a batch cannot be drawn; checks the error."""
         if batch_size > len(self.kept):
             with pytest.raises(NotEnoughDataError):
                 self.pool.sample(batch_size)
@@ -401,7 +401,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def draws_the_same(self) -> None:
-        """Whatever happened: draw batches of each kind, one of them of all that there is."""
+        """Draw batches of each kind, including one with all transitions."""
         n_kept = len(self.kept) if hasattr(self, "pool") else 0
         if n_kept:
             fewer = 1 + self.n_frames % n_kept
@@ -432,7 +432,7 @@ class PoolMachine(RuleBasedStateMachine):
         ahead = [k for k in self.stored if k.startswith("_") and k != "_reward"]
         check_rows(batch, [run[-1] for run in steps], ahead)
         check_rows(batch, [run[0] for run in steps], [k for k in self.stored if k not in ahead])
-        # Flags that n-step returns need are kept whatever keys are asked for.
+        # Flags needed for n-step returns are kept with any requested keys.
         has_terminated = "_terminated" in self.stored or self.options.keys is not None
         end = "_terminated" if has_terminated else "_done"
         for row, run in enumerate(steps):
@@ -472,7 +472,7 @@ class PoolMachine(RuleBasedStateMachine):
         batch = self.pool.sample(batch_size)
         runs = self.runs()
         drawn = [runs[frame.tobytes()][0] for frame in batch["frame"].numpy()]
-        if steps_between:  # whereby some of those drawn may have gone
+        if steps_between:  # which may have dropped some of those drawn
             self.extend(steps_between, 0, 0, False, 0)
         self.pool.update_priorities(batch["index"], priorities[:batch_size])
         kept = {id(transition) for transition in self.kept}
@@ -482,7 +482,7 @@ class PoolMachine(RuleBasedStateMachine):
                 transition.priority = priority**alpha
                 self.max_priority = max(self.max_priority, transition.priority)
 
-    # What must always hold -------------------------------------------------------------------
+    # Invariants ------------------------------------------------------------------------------
 
     @invariant()
     def holds_the_same(self) -> None:
@@ -505,7 +505,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def check_rows(batch: DictTensor, expected: list[Transition], keys: Any) -> None:
-    """Rows of a batch are these transitions, bit by bit."""
+    """Check that rows of a batch are these transitions, bit for bit."""
     for key in keys:
         got = batch[key].numpy()
         assert len(got) == len(expected)
@@ -517,9 +517,9 @@ def check_rows(batch: DictTensor, expected: list[Transition], keys: Any) -> None
 
 
 def _empty(shape: tuple[int, int], feature: tuple[int, ...], dtype: Any, layout: int) -> Any:
-    """An array ``[B, T, ...]`` that lies in memory as those of various places do."""
+    """Return an array ``[B, T, ...]`` with one of the memory layouts found in practice."""
     n, n_timesteps = shape
-    if layout == 0:  # of its own
+    if layout == 0:  # separate
         return np.empty((*shape, *feature), dtype)
     if layout == 1:  # a slot with one more step
         return np.empty((n, n_timesteps + 1, *feature), dtype)[:, 1:]

@@ -1,4 +1,4 @@
-"""The programs of the documents run, and give what the documents say."""
+"""The programs of the original documents run with the documented results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Run = Callable[..., tuple[str, Any]]
 
 @pytest.fixture
 def run(program_folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """A function that runs a program; returns what it prints, and the value of an expression.
+    """Return a function that runs a program and returns its output and the value of an expression.
 
-    Args of the function: its name, the expression, arguments of the script, and texts of the
-    program to replace.
+    Arguments of the function: the program's name, the expression, arguments of the script, and
+    texts of the program to replace.
     """
 
     def run(name: str, kept: str, *arguments: str, replaced: dict[str, str] | None = None) -> Any:
@@ -46,7 +46,7 @@ def run(program_folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 def assert_transitions(arrays: Any) -> None:
-    """What DummyEnv does from one row to the state after it."""
+    """Check DummyEnv's transition from each row to the next state."""
     state, action, next_state, reward, done = arrays
     grown = next_state - state
     assert ((grown >= 0) & (grown < 0.1)).all()
@@ -67,7 +67,7 @@ def test_the_pool_example_gives_two_episodes_of_ten_steps(run: Run) -> None:
     assert min(pool.lengths) >= 1
     state, _, next_state, _, done = arrays
     assert done.sum() == 2
-    # Two chains: all states but the first ones are the state after another row's step.
+    # Two chains: every state but the first ones is the next state of another row.
     following = {row.tobytes() for row in next_state}
     assert sum(row.tobytes() not in following for row in state) == 2
 
@@ -102,7 +102,7 @@ def test_the_episode_batcher_program_gives_32_episodes_twice(run: Run, n_threads
     for values, lengths in requests:
         _assert_episodes(values, lengths.tolist())
     first, again = (values["x"][:, 0] for values, _ in requests)
-    assert len({*first.tolist(), *again.tolist()}) == 64  # every episode has noise of its own
+    assert len({*first.tolist(), *again.tolist()}) == 64  # every episode has its own noise
 
 
 def _assert_episodes(values: dict[str, torch.Tensor], lengths: list[int]) -> None:
@@ -152,7 +152,7 @@ def test_the_array_notebook_prints_its_documented_output(run: Run) -> None:
     printed = re.findall(r"Array\((\[.*?\]), storage", output, re.DOTALL)
     numbers_of = [[float(text) for text in re.findall(r"-?\d+", each)] for each in printed]
     expected = [np.ravel(values).tolist() for values in shown]
-    # A process that is not forked, as is the default since Python 3.14, imports the program first.
+    # A process that is not forked, the default since Python 3.14, imports the program first.
     assert numbers_of in (expected, expected[:-1] + expected)
     assert "\n[6. 6. 6. 6. 6.]\n" in output  # the sum of an ndarray
     written = np.zeros((5, 4), np.int32)
@@ -201,13 +201,13 @@ def _assert_stored(arch: str, samples: Any, episodes: Any) -> None:
         moved = observations[:, :2] + 2 * np.clip(actions, -1, 1)
         same = [0, 1, 2, 3, 4, 6, 7, 8, 9]  # the sixth step starts from a new place
         np.testing.assert_allclose(following[same, :2], moved[same], atol=1e-5)
-        assert not terminals.any()  # only time runs out
+        assert not terminals.any()  # it is only truncated
         angle = 2 * np.pi * np.arange(7) / 7
         gains = 2 * np.clip(actions, -1, 1) @ np.stack([np.cos(angle), np.sin(angle)])
         fits = np.isclose(gains, np.reshape(rewards, (-1, 1)), atol=1e-4).all(0)
         assert fits.sum() == 1
         tasks.add(int(fits.argmax()))
-    assert tasks <= set(range(5))  # those for training
+    assert tasks <= set(range(5))  # for training
     assert len(tasks) > 1
 
 

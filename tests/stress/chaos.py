@@ -1,22 +1,23 @@
-"""Whether all data arrive while workers are killed, stopped, recycled and starved all the time.
+"""Check that all data arrives while workers are killed, stopped, recycled and starved.
 
     python tests/stress/chaos.py --minutes 10 [--seed 0] [--workers 4] [--slowness 1]
 
-Batchers are opened, collect and are closed, in turns: an ``EpisodeBatcher``, whose requests are
-often larger than its slots and whose longest episodes take several of them, with a new policy for
-every request, and a ``Batcher``. Their agent has a recurrent state and noise. Meanwhile
+Batchers are opened, collect and are closed, alternating between an ``EpisodeBatcher``, whose
+requests are often larger than its slots and whose longest episodes span several of them, with a
+new policy for every request, and a ``Batcher``. Their agent has a recurrent state and noise.
+Meanwhile
 
 - a thread sends SIGKILL, SIGSEGV and SIGSTOP to random workers at random times, and SIGKILL to the
   template from which they are forked;
-- environments, at random times, raise, call ``sys.exit`` and ``os._exit``, run out of a limit of
-  memory, and take memory and are killed as by the kernel.
+- environments, at random times, raise, call ``sys.exit`` and ``os._exit``, exceed a memory limit,
+  and allocate memory and are killed as by the kernel.
 
-Everything is collected once more, undisturbed, and compared bit by bit. In the end no process,
-descriptor, thread or shared memory may be left, and a line fitted to the memory of this process,
-looked at between two lives after a warm-up of a fifth of the time, tells what grows in it.
+Everything is collected once more, undisturbed, and compared bit for bit. In the end no process,
+descriptor, thread or shared memory may be left. The memory of this process is measured between two
+batchers after a warm-up of a fifth of the time, and the slope of a fitted line is its growth.
 
 Prints a JSON line; the exit code is 1 if anything was lost, wrong or left. ``restarts`` counts
-environments that were made again, not workers that died before they made any.
+environments that were created again, not workers that died before creating any.
 """
 
 from __future__ import annotations
@@ -55,23 +56,24 @@ SETTLE_S = 3.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How much chaos, and for how long.
+    """Intensity and duration of the chaos.
 
     Attributes:
-        seconds: No life begins after so long, unless too little has happened.
-        seed: Of the episodes, and of who is struck from outside.
+        seconds: Time after which no new batcher is opened, unless too little has happened.
+        seed: Seed of the episodes and of the choice of workers to signal.
         n_workers: Workers of the ``EpisodeBatcher``; the ``Batcher`` has half as many.
         strike_s: Mean seconds between two failures of an environment.
         signal_s: Mean seconds between two signals to any worker.
-        template_s: Mean seconds between two ends of the template.
-        signals_per_result: Most signals between two results, for progress on slow machines.
+        template_s: Mean seconds between two kills of the template.
+        signals_per_result: Maximum number of signals between two results, so that slow machines
+            make progress.
         at_starting: Share of the signals that may hit a worker that is still starting. It must be
             small: a worker that fails repeatedly before it is ready is given up.
-        rounds: Requests in the life of a batcher.
+        rounds: Number of requests per batcher.
         sizes: Episodes per request to choose from.
         timeout_s: Seconds after which a stopped worker counts as hanging.
-        least_episodes: Episodes to reach, however long it takes.
-        least_faults: Faults to reach, likewise.
+        least_episodes: Minimum number of episodes, regardless of time.
+        least_faults: Minimum number of faults, regardless of time.
     """
 
     seconds: float = 600.0
@@ -90,10 +92,10 @@ class Plan:
 
 
 class Chaos:
-    """Batchers, one after another, each beside an undisturbed twin, and the attacks on them.
+    """A sequence of batchers, each with an undisturbed twin, and the attacks on them.
 
     Args:
-        plan: How they are disturbed.
+        plan: Intensity and duration of the attacks.
         notes: Directory for notes.
     """
 
@@ -111,15 +113,15 @@ class Chaos:
             "on_worker_failure": "restart",
             "on_env_error": "restart",
             "max_restarts": None,
-            "max_episode_restarts": None,  # two accidents may meet the same step of an episode
+            "max_episode_restarts": None,  # two accidents may hit the same step of an episode
             "max_episodes_per_worker": 400,
         }
         self._n_since_result = 0
-        self._spared: set[psutil.Process] | None = set()  # None: nobody is shot at
+        self._spared: set[psutil.Process] | None = set()  # None: no process is a target
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Go on until there was enough."""
+        """Run until enough has happened."""
         kinds = itertools.cycle((self._episodes, self._windows))
         thread = threading.Thread(target=self._shoot_again_and_again, daemon=True)
         thread.start()
@@ -146,7 +148,7 @@ class Chaos:
         env_args: dict[str, Any] = {"n_lanes": 2, "restarts": kind is Batcher}
         if disturbed:
             self.n_workers += n_workers
-            # Steps that take a while give more time to be hit in the middle of an episode.
+            # Slow steps make it likelier to be hit in the middle of an episode.
             env_args |= {"notes": self._notes, "mean_s": self._plan.strike_s, "sleep_s": 5e-4}
             # A worker that fails three times before all are ready is given up.
             self._n_since_result = self._plan.signals_per_result - 2
@@ -173,8 +175,8 @@ class Chaos:
 
     def _windows(self, seed: int) -> None:
         n_workers = max(1, self._plan.n_workers // 2)
-        # A twin in this process would have another number of lanes in its only worker, and
-        # arithmetic depends on that in the last bit.
+        # A twin in this process would have a different number of lanes in its only worker, which
+        # changes the last bit of results.
         self._spared = None
         with self._open(Batcher, seed, n_workers, False) as twin:
             self._spared = set(workers())
@@ -220,7 +222,7 @@ class Chaos:
     def _shoot(self, rng: random.Random) -> None:
         alive = [worker for worker in workers() if worker not in (self._spared or ())]
         names = ["SIGKILL", "SIGKILL", "SIGSEGV"]
-        if rng.random() >= self._plan.at_starting:  # only those that have left a note by now
+        if rng.random() >= self._plan.at_starting:  # only those that have written a note by now
             alive = [each for each in alive if (Path(self._notes) / str(each.pid)).exists()]
             names += ["SIGSTOP", "SIGSTOP+SIGCONT"]
         if not alive:
@@ -235,7 +237,7 @@ class Chaos:
 
 
 def n_wrong_rows(got: TemporalDictTensor, expected: TemporalDictTensor) -> int:
-    """How many rows differ in any bit of any key, or in what was noted about them."""
+    """Count the rows that differ in any bit of any key or info."""
     n_rows = expected.n_elems()
     if got.n_elems() != n_rows or set(got.keys()) != set(expected.keys()):
         return n_rows
@@ -252,7 +254,7 @@ def n_wrong_rows(got: TemporalDictTensor, expected: TemporalDictTensor) -> int:
 
 
 def mib_per_hour(points: list[tuple[float, float]]) -> float | None:
-    """What grows; nothing can be said after a few lives."""
+    """Return the growth of memory; ``None`` after only a few batchers."""
     points = points[len(points) // 5 :]
     if len(points) < 3:
         return None
@@ -260,8 +262,8 @@ def mib_per_hour(points: list[tuple[float, float]]) -> float | None:
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Go through chaos; returns the report. ``is_sound`` says whether all is well."""
-    # Opens once what stays open for the life of the interpreter.
+    """Run the chaos and return the report; ``is_sound`` is the verdict."""
+    # Open everything once that stays open for the life of the interpreter.
     with EpisodeBatcher(4, 4, RecurrentAgent, {}, create_rough, {}, 1, 0) as batcher:
         batcher.execute(1)
         batcher.get()
@@ -270,7 +272,7 @@ def run(plan: Plan) -> dict[str, Any]:
         chaos = Chaos(plan, notes)
         chaos.run()
         faults = noted(notes) + chaos.signals
-    rlpool.shutdown()  # waits for a template that was killed, and forgets how many were
+    rlpool.shutdown()  # waits for a killed template, and resets the count of kills
     passed_s = time.monotonic() - start_s
     deadline_s = time.monotonic() + SETTLE_S
     while (left := held() - before) and time.monotonic() < deadline_s:

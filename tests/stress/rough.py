@@ -1,8 +1,8 @@
-"""Environments that fail at random, and what stress tests look at.
+"""Environments that fail at random, and the resources that stress tests measure.
 
-The data of an episode follow from its seed, its ``env_info`` and the policy alone. Whether and when
-an environment fails does not: that is drawn from the system's entropy in each process, so that an
-episode that is run again does not fail again.
+The data of an episode depends only on its seed, its ``env_info`` and the policy. The failures of
+an environment do not: they are drawn from the system's entropy in each process, so that a rerun
+episode does not fail again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PEACE_S = 1.0
 
 
 class RoughEnv(FragileEnv):
-    """Strikes at random times.
+    """Environment that fails at random times.
 
     Args:
-        notes: Directory in which each process leaves a line per strike; none by default.
-        mean_s: Mean seconds between two strikes of an environment, 0 for never.
-        sleep_s: What a step takes.
+        notes: Directory in which each process leaves a line per failure; none by default.
+        mean_s: Mean seconds between two failures of an environment, 0 for never.
+        sleep_s: Duration of a step.
     """
 
     def __init__(self, notes: str | None = None, mean_s: float = 0.0, sleep_s: float = 0.0) -> None:
@@ -85,12 +85,12 @@ def _note(directory: str, what: str) -> None:
 
 
 def noted(directory: str) -> Counter[str]:
-    """How often environments were created and struck."""
+    """Count how often environments were created and failed."""
     return Counter(word for path in Path(directory).iterdir() for word in path.read_text().split())
 
 
 def _strike(kind: str) -> None:
-    """Fail in a way."""
+    """Fail in the given way."""
     if kind in ("raise", "sys_exit"):
         raise {"raise": ValueError, "sys_exit": SystemExit}[kind]("struck")
     if kind == "os_exit":
@@ -110,7 +110,7 @@ def _strike(kind: str) -> None:
 def create_rough(
     seed: int, n_lanes: int = 2, restarts: bool = False, notes: str | None = None, **env_args: Any
 ) -> GymEnv:
-    """Lanes of ``RoughEnv``."""
+    """Create lanes of ``RoughEnv``."""
     if notes is not None:
         _note(notes, "created")
     envs = [RoughEnv(notes, **env_args) for _ in range(n_lanes)]
@@ -118,12 +118,12 @@ def create_rough(
 
 
 def parameters(number: int) -> torch.Tensor:
-    """A policy."""
+    """Return a policy."""
     return torch.full((10_000,), number % 7 / 7)
 
 
 def infos(n_rows: int, number: int) -> dict[str, DictTensor]:
-    """Infos that follow from a number: one episode in ten is long."""
+    """Return infos derived from a number: one episode in ten is long."""
     generator = torch.Generator().manual_seed(number)
     length = torch.randint(1, 15, (n_rows,), generator=generator)
     length[torch.rand(n_rows, generator=generator) < 0.1] = 60
@@ -131,20 +131,20 @@ def infos(n_rows: int, number: int) -> dict[str, DictTensor]:
     return {"env_info": DictTensor({"length": length}), "agent_info": DictTensor({"gain": gain})}
 
 
-# What is held -----------------------------------------------------------------------------------
+# Resources --------------------------------------------------------------------------------------
 
 
 def workers() -> list[psutil.Process]:
-    """Processes that this one has, but for those that live as long as it."""
+    """Return the children of this process, except those that live as long as it does."""
     return [p for p in psutil.Process().children(recursive=True) if not stays(p)]
 
 
 def held() -> Counter[str]:
-    """What this process holds now, garbage aside."""
+    """Return the resources that this process holds, after garbage collection."""
     gc.collect()
     return Counter(
         {
-            "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # one is the listing's own
+            "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # one belongs to the listing
             "threads": psutil.Process().num_threads(),
             "processes": len(workers()),
             **Counter(re.findall(r"memfd:rlpool\S*", Path("/proc/self/maps").read_text())),

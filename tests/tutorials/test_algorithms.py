@@ -1,4 +1,4 @@
-"""The scripts that train: they run, and go on wherever they were cut off."""
+"""Training scripts: they run, and resume from any interruption."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SAME_BITS = ("meta_rl", "multi_agent", "reinforce")
 # No other test runs these.
 ELSEWHERE_NOT_RUN = ("dqn", "impala", "meta_rl", "multi_agent", "ppo_continuous", "ppo_recurrent")
 
-# Flags with which a script ends before any episode does: these run once by default, not thrice.
+# Flags with which a script ends before any episode: these run once by default, not three times.
 SHORT = {
     "a2c": "--total-timesteps=40",
     "ppo_atari": "--total-timesteps=64",
@@ -68,11 +68,11 @@ def what_scripts_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PowerFailureError(Exception):
-    """What ends a program in the middle."""
+    """Error that ends a program halfway."""
 
 
 def run(name: str, folder: Path, *flags: str) -> dict[str, Any]:
-    """Run a script; returns what it saved."""
+    """Run a script and return its saved data."""
     path, flags = FOLDER / f"{name}.py", (*SMALL[name].split(), *flags)
     run_as_main(path, *flags, folder=folder, constants=CONSTANTS.get(name))
     saved: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=True)
@@ -124,7 +124,7 @@ def test_an_interrupted_run_resumes(
 
 
 def assert_resumed(name: str, saved: Any, whole: Any) -> None:
-    """What a run that goes on has saved, compared with one that was not cut off."""
+    """Compare the data saved by a resumed run with that of an uninterrupted one."""
     expected, got = leaves(whole), leaves(saved)
     if name not in SAME_BITS:
         counts = [key for key in expected if key.startswith("/progress/n_")]

@@ -1,4 +1,4 @@
-"""What README and documents show can be run, and prints what they say."""
+"""Programs in the README and the documents run and print the documented output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCKS = {
     for document in DOCUMENTS
     for number, source in enumerate(blocks_of(document))
 }
-# A block with a main guard is a program. These have tests of their own below.
+# A block with a main guard is a program. These have their own tests below.
 NOT_RUN = {"docs/cluster.md-0", "docs/processes.md-1", "docs/training.md-0"}
 # Programs of these pages are tested with the adapters.
 WITH_LIBRARIES = ("docs/integrations.md-", "docs/many_agents.md-")
@@ -59,9 +59,9 @@ QUOTED = {
 
 
 def says(quoted: str, output: str) -> bool:
-    """Whether this is what was printed, where ``...`` stands for anything.
+    """Whether the documented output matches, where ``...`` matches anything.
 
-    In warnings about workers numbers differ from run to run.
+    Numbers in warnings about workers vary from run to run.
     """
 
     def comparable(text: str) -> str:
@@ -74,7 +74,7 @@ def says(quoted: str, output: str) -> bool:
 
 @contextmanager
 def without_handlers() -> Iterator[None]:
-    """The root logger as a new process has it, for programs that say how all of it logs."""
+    """Reset the root logger to the state of a new process, for programs that configure it."""
     level = logging.root.level
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.root, "handlers", [])
@@ -180,7 +180,7 @@ def test_a_tutorials_checkpoint_can_be_evaluated(
     tutorial = REPOSITORY / "tutorials" / "ppo_continuous.py"
     sizes = {"N_STEPS": 256, "BATCH_SIZE": 256, "N_EPOCHS": 1, "N_MINIBATCHES": 4}
     run_as_main(tutorial, "--total-timesteps=256", folder=program_folder, constants=sizes)
-    monkeypatch.syspath_prepend(str(tutorial.parent))  # where the page has the program saved
+    monkeypatch.syspath_prepend(str(tutorial.parent))  # where the page saves the program
     source = BLOCKS["docs/training.md-0"]
     assert "create_env, 20," in source
     run_source(source.replace("create_env, 20,", "create_env, 2,"), program_folder)

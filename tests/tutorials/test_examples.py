@@ -1,4 +1,4 @@
-"""The examples of docstrings show what really comes out."""
+"""Examples in docstrings show the real output."""
 
 from __future__ import annotations
 

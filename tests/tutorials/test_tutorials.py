@@ -1,4 +1,4 @@
-"""Every tutorial runs, made small by its flags, and says at its start what would fail later."""
+"""Every tutorial runs, shrunk by its flags, and reports at startup what would fail later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.programs import run_as_main, run_with_ray
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 TUTORIALS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "running"]
 
-# Flags that make a tutorial small.
+# Flags that shrink a tutorial.
 SMALL = {
     "arrays": "",
     "datastructures": "",
@@ -60,9 +60,9 @@ def test_tutorials_state_what_they_teach_and_use_only_public_names() -> None:
         assert {*used} <= PUBLIC_MODULES
 
 
-# What is refused at the start ---------------------------------------------------------------------
+# Refusals at startup -----------------------------------------------------------------------------
 
-FAILS_LATER = [  # one of each kind that fails later if it is not refused, and what is named
+FAILS_LATER = [  # one of each kind that would fail later, and the name in its error
     ("ppo --checkpoint=folder", "--checkpoint: folder"),
     ("ppo --checkpoint=ppo.png", "--checkpoint"),
     ("ppo --checkpoint=no/such/mine.pt", "--checkpoint"),
@@ -80,7 +80,7 @@ FAILS_LATER = [  # one of each kind that fails later if it is not refused, and w
 
 
 def run(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
-    """Run a tutorial until it exits; returns its exit code."""
+    """Run a tutorial until it exits and return its exit code."""
     monkeypatch.setattr(sys, "argv", [str(path), *flags])
     monkeypatch.syspath_prepend(str(path.parent))
     with pytest.raises(SystemExit) as caught:

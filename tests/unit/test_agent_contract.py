@@ -1,4 +1,4 @@
-"""What an agent may rely on, and what is refused when it breaks its side."""
+"""Guarantees that an agent may rely on, and refusals when it violates the contract."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
 def info_of(lengths: list[int] = LENGTHS) -> DictTensor:
-    """``env_info`` of episodes numbered from 1."""
+    """Return ``env_info`` of episodes numbered from 1."""
     return DictTensor({"length": torch.tensor(lengths), "id": torch.arange(1, len(lengths) + 1)})
 
 
@@ -60,7 +60,7 @@ def collect(
 
 
 def masked(trajectories: TemporalDictTensor, key: str) -> list[list[Any]]:
-    """A key's values without padding."""
+    """Return a key's values without padding."""
     lengths = trajectories.lengths.tolist()
     rows = trajectories[key].tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -69,9 +69,9 @@ def masked(trajectories: TemporalDictTensor, key: str) -> list[list[Any]]:
 # Calls
 
 
-# Two lanes of two episodes take five steps, one after which the other one has to begin; one more
-# call learns the keys.
-# Otherwise each of two starts beside a running lane takes a call of its own.
+# Two lanes of two episodes take five steps, and the second lane starts one step later; one more
+# call discovers the keys.
+# Otherwise each of two starts alongside a running lane takes a separate call.
 @pytest.mark.parametrize(("keeps", "n_calls"), [("initial", 6), ("state", 6 + 2)])
 def test_a_lane_starts_its_next_episode_in_the_step_after_an_end(keeps: str, n_calls: int) -> None:
     agent, called = ScriptedAgent(Discrete(9), keeps=keeps), []
@@ -112,7 +112,7 @@ def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
 
 
 def test_states_and_outputs_may_share_memory_with_the_observation_and_old_state() -> None:
-    """The last frame, beside two parts that change places."""
+    """The state holds the last frame and two parts that swap places."""
 
     def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
         if state is None:
@@ -153,11 +153,11 @@ def test_outputs_keep_values_dtypes_and_shapes_for_any_strides() -> None:
     assert masked(trajectories, "action") == [[4, 4], [4, 4]]
 
 
-# What is refused
+# Refusals
 
 
 class Misbehaving(Agent):
-    """``break_`` changes the three results of call number ``at``, 0-based, or of every call."""
+    """Agent in which ``break_`` changes the results of call ``at``, 0-based, or of every call."""
 
     def __init__(self, break_: Callable[[list[Any]], Any], at: int | None = None) -> None:
         self.break_, self.at = break_, at
@@ -175,7 +175,7 @@ class Misbehaving(Agent):
 
 
 def breaking(part: int, **changes: Any) -> Callable[[list[Any]], Any]:
-    """Replace keys of one of the results; None removes."""
+    """Replace keys of one of the results; ``None`` removes a key."""
 
     def break_(result: list[Any]) -> Any:
         result[part].update(changes)
@@ -219,7 +219,7 @@ def test_a_first_call_that_breaks_the_contract_is_refused(break_: Any) -> None:
 
 @pytest.mark.parametrize("break_", WRONG + WRONG_LATER)
 def test_a_later_call_that_breaks_the_contract_ends_one_request(break_: Any) -> None:
-    # Call 0 learns the keys, calls 1 to 3 are the first three steps.
+    # Call 0 discovers the keys, calls 1 to 3 are the first three steps.
     with make(Misbehaving(break_, at=3)) as batcher:
         batcher.execute(3, env_info=info_of([5, 5, 5]))
         with pytest.raises(AgentSpecError) as caught:
@@ -250,7 +250,7 @@ def test_a_reserved_key_is_refused_at_construction(output: str, state: str, key:
 
 
 class Versioned(ConstantAgent):
-    """Acts as ``update`` says."""
+    """Agent whose action is set by ``update``."""
 
     def update(self, info: Any) -> None:
         self.action = info["value"]
@@ -310,7 +310,7 @@ def test_half_precision_is_stored_losslessly_and_autocast_states_in_float32(
     weight = torch.linspace(-1, 1, 16).reshape(4, 4).to(of_weight)
 
     def network(state: Any, observation: DictTensor, *_: Any) -> Any:
-        """Under autocast, where a state begins in float32, or with parameters of that dtype."""
+        """Run under autocast, where a state starts in float32, or with parameters of that dtype."""
         n = observation.n_elems()
         state = state or DictTensor({"s": torch.zeros(n, 4, dtype=of_weight)})
         before = state["s"].to(of_weight)

@@ -1,4 +1,4 @@
-"""What calls of agents may take and return, from the least to the ancestor's form."""
+"""Arguments and results of agent calls, from the minimal to the legacy form."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def collect(create_agent: Any, n_workers: int = 0, **infos: Any) -> TemporalDict
     return episodes
 
 
-# What a call takes
+# Arguments of a call
 
 
 class Notes:
-    """Records the type of each argument, and acts.
+    """Agent that records the type of each argument.
 
     Attributes:
-        seen: Of every call by name.
+        seen: Types of each call's arguments by name.
     """
 
     def __init__(self) -> None:
@@ -163,11 +163,11 @@ def test_history_is_kept_for_a_call_that_names_it_without_a_default() -> None:
         assert note.seen[-1] == {"observation": "DictTensor", "history": kind}
 
 
-# What a call returns
+# Results of a call
 
 
 class Sums(Agent):
-    """Adds frames up, from what ``agent_info`` says."""
+    """Agent that sums frames, starting from a value in ``agent_info``."""
 
     n_noise = 1
 
@@ -218,7 +218,7 @@ def test_a_stateless_agent_returns_only_its_outputs(agent: Any) -> None:
     assert replay_agent(agent, episodes)["action"].tolist() == episodes["action"].tolist()
 
 
-# Where agents are taken
+# Functions that take agents
 
 
 class Net(nn.Module):
@@ -269,7 +269,7 @@ def test_modules_and_functions_can_be_evaluated_and_checked() -> None:
     digests = {evaluate(Net(b), create_counting, 1).protocol["parameters"] for b in (0.0, 1.0)}
     assert len(digests) == 2
     digests = set()
-    for bias in (0.0, 1.0):  # of a script, whose policy is a global variable
+    for bias in (0.0, 1.0):  # of a script whose policy is a global variable
         script: dict[str, Any] = {"net": Net(bias), "__name__": "__main__"}
         exec("def policy(observation): assert not net.training; return net(observation)", script)
         digests.add(evaluate(script["policy"], create_counting, 1).protocol["parameters"])
@@ -308,7 +308,7 @@ def test_a_learner_accepts_a_function() -> None:
     assert actions == {1}
 
 
-# What is refused
+# Refusals
 
 
 class Noisy(nn.Module):

@@ -1,4 +1,4 @@
-"""Second names of arguments, numbers and choices, and which keyword arguments functions take."""
+"""Aliases of arguments, numbers and choices, and the keyword arguments of functions."""
 
 from __future__ import annotations
 
@@ -83,8 +83,11 @@ def test_a_factory_gets_a_seed_if_it_takes_one() -> None:
         assert takes_keyword(create, "seed") == is_seeded
         first, n = called_with_seed(create, 5, {})
         assert (first == 5, n) == (is_seeded, 1)
-    assert called_with_seed(takes, 5, {"seed": 9}) == (9, 1)  # one among the arguments comes first
-    assert takes_keyword(dict, "seed")  # what has no signature may take anything
+    assert called_with_seed(takes, 5, {"seed": 9}) == (
+        9,
+        1,
+    )  # one among the arguments takes precedence
+    assert takes_keyword(dict, "seed")  # callables without a signature may take anything
     assert not takes_keyword(dict, "seed", otherwise=False)
 
 
@@ -102,7 +105,7 @@ def create_env(seed: Missing) -> Missing:
 
 
 def test_annotations_may_name_types_imported_only_for_type_checking() -> None:
-    # Without this module's `annotations` from the future, where Python does not need it.
+    # Without this module's `from __future__ import annotations` where Python does not need it.
     is_lazy = sys.version_info >= (3, 14)
     names: dict[str, Any] = {"CountingEnv": CountingEnv, "GymEnv": GymEnv}
     exec(compile(ANNOTATED, "program", "exec", dont_inherit=is_lazy), names)

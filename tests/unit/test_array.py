@@ -1,6 +1,6 @@
-"""Array in one process: arguments, kinds of indices and values, conversions, windows, the end.
+"""Array in one process: arguments, kinds of indices and values, conversions, windows, closing.
 
-Which elements an index means is compared with a model in the property test.
+The property test compares the elements selected by an index with a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def values(array: Array) -> Any:
     return array.to_ndarray().tolist()
 
 
-# Making one -------------------------------------------------------------------------------------
+# Construction -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_shapes_distinguish_batch_from_features() -> None:
 # Writing ----------------------------------------------------------------------------------------
 
 
-# NumPy 2 says it of the tensors of earlier versions of torch.
+# NumPy 2 warns about tensors of earlier versions of torch.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_values_of_every_kind_can_be_written() -> None:
     source = Array((3, 2), np.int16, storage="shared")
@@ -278,7 +278,7 @@ def test_only_a_whole_array_moves_its_window(method: str) -> None:
             getattr(view, method)()
 
 
-# The end ----------------------------------------------------------------------------------------
+# Closing ----------------------------------------------------------------------------------------
 
 
 def test_access_after_close_raises() -> None:

@@ -1,4 +1,4 @@
-"""Whatever is passed to the data structures is taken, or refused with an error of rlpool."""
+"""Data structures accept any argument or refuse it with an error of rlpool."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pool(**options: Any) -> Pool:
 
 
 def single(place: int, value: Any) -> tuple[Any, ...]:
-    """A transition with a value in place of one of its parts."""
+    """Return a transition with one of its parts replaced by a value."""
     return (*SINGLE[:place], value, *SINGLE[place + 1 :])
 
 
@@ -69,7 +69,7 @@ POOL_OPTIONS = (
 )
 PARTS = range(len(SINGLE))
 
-# Expressions with a value v, and what they may raise beside errors of rlpool.
+# Expressions with a value v, and the exceptions allowed in addition to errors of rlpool.
 USES: dict[str, tuple[type[Exception], ...]] = {
     **dict.fromkeys(
         [
@@ -146,7 +146,7 @@ def test_invalid_values_are_refused_with_an_rlpool_error(use: str) -> None:
             eval(use, names, {"v": value})
         except (RlpoolError, *USES[use]):
             continue
-        except Exception as error:  # what is looked for
+        except Exception as error:  # the row to find
             bare.append((repr(value)[:60], repr(error)[:120]))
     assert bare == []
 

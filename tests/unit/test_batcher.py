@@ -1,4 +1,4 @@
-"""Both batchers in this process: the order of calls, who owns results, starts, ends, errors."""
+"""Both batchers in this process: order of calls, ownership of results, starts, ends, errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def raising(*_: Any, **__: Any) -> Any:
     raise OSError("no display")
 
 
-# Ends and what they leave ---------------------------------------------------------------------
+# Closing --------------------------------------------------------------------------------------
 
 
 def close_twice(batcher: EpisodeBatcher) -> None:
@@ -166,11 +166,11 @@ def test_a_random_root_seed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.INFO, logger="rlpool"):
         assert seed_of() != seed_of()
-    assert "seed" in caplog.text  # what was drawn, to use it again
+    assert "seed" in caplog.text  # the drawn seed, for reuse
 
 
 class Unseedable(StepCounter):
-    """An agent that cannot be seeded."""
+    """Agent that cannot be seeded."""
 
     def seed(self, seed: int) -> None:
         raise OSError("no display")

@@ -1,4 +1,4 @@
-"""What batchers refuse, by what is named; a refused call changes nothing."""
+"""Calls and arguments that batchers refuse by name; a refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNTING: dict[str, Any] = {"create_agent": StepCounter, "create_env": create_co
 
 
 def create_together(seed: int) -> VectorGymEnv:
-    """Lanes that are reset by one call."""
+    """Create lanes that are reset by one call."""
     lanes = ArrayEnv(2, AutoresetMode.NEXT_STEP, "all")
     return VectorGymEnv(lanes, seed, seeding="request", auto_reset=True)
 

@@ -1,4 +1,4 @@
-"""Claims of episodes: whoever dies, every episode has one owner."""
+"""Claims of episodes: every episode has one owner, even if processes die."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_episode_is_claimed_once_even_if_processes_die(n_episodes: int) ->
         if rng.random() < 0.1:
             owed = claims.give_back(worker)
             assert sorted(owed) == sorted(n for some in last[worker].values() for n in some)
-            assert claims.give_back(worker) == []  # its successor owes them from now on
+            assert claims.give_back(worker) == []  # its successor owns them from now on
             last[worker].clear()
             continue
         episodes = claims.make(worker, lane)

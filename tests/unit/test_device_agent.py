@@ -1,4 +1,4 @@
-"""An agent on another device gives what it gives here."""
+"""An agent on another device gives the same results as on the CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def collected(agent: Agent, n_threads: int = 0) -> dict[str, torch.Tensor]:
 
 
 def moving(agent: Agent) -> DeviceAgent:
-    """A ``DeviceAgent`` that moves everything, though only from the CPU to the CPU."""
+    """Return a ``DeviceAgent`` that moves everything, though only from CPU to CPU."""
     wrapped = DeviceAgent(agent, "cpu")
     wrapped._passes_on = False
     return wrapped

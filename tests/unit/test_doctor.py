@@ -1,4 +1,4 @@
-"""What ``python -m rlpool doctor`` says about fake machines."""
+"""Reports of ``python -m rlpool doctor`` about fake machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMINFO = "MemTotal:  8388608 kB\nMemAvailable:  4194304 kB"
 
 
 class FakeManager:
-    """Starts nothing, or fails."""
+    """Manager that starts nothing, or fails."""
 
     error: Exception | None = None
 
@@ -40,7 +40,7 @@ class FakeManager:
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with 16 cores, 8 GiB of which half are free, and no other limits."""
+    """Return a machine with 16 cores, 8 GiB of memory, half of it free, and no other limits."""
     limit_descriptors(monkeypatch)
     monkeypatch.setattr(doctor, "n_cores", lambda: 16)
     monkeypatch.setattr(doctor, "why_spawned", lambda: "")
@@ -86,7 +86,7 @@ def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch, root: Path) 
 
 
 class LateManager(FakeManager):
-    """Shows after a step what was there before it."""
+    """Manager that returns the previous values after a step."""
 
     def step(self, _: Any) -> Any:
         return ({"frame": torch.zeros(4, 9), "reward": torch.zeros(4)}, None), None

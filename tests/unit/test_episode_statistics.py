@@ -1,4 +1,4 @@
-"""Returns and lengths of episodes, also of those that go on from window to window."""
+"""Returns and lengths of episodes, including those that span windows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.envs import create_counting
 def random_windows(
     n_windows: int, n_lanes: int, n_timesteps: int, stops: bool
 ) -> list[TemporalDictTensor]:
-    """Windows in which episodes end anywhere; with ``stops`` lanes go missing after an end."""
+    """Draw windows in which episodes end anywhere; with ``stops``, lanes vanish after an end."""
     draw = torch.Generator().manual_seed(n_timesteps)
     lanes, windows = torch.arange(n_lanes), []
     for _ in range(n_windows):
@@ -65,7 +65,7 @@ def test_windows_add_up_to_episodes(n_lanes: int, n_timesteps: int, stops: bool,
 
 
 def windows_of_a_batcher(n_windows: int, reset_before: int = 0) -> list[Any]:
-    """Returns, lengths and rows of the episodes that end in each window."""
+    """Return the returns, lengths and rows of the episodes that end in each window."""
     env_args = {"n_envs": 2, "restarts": True}
     statistics, ended = EpisodeStatistics(), []
     arguments: dict[str, Any] = {"n_threads": 0, "seeds": 0, "env_args": env_args}
@@ -102,14 +102,14 @@ def test_complete_episodes() -> None:
     done = torch.tensor([[False, True, False], [False, False, True]])
     trajectories = TemporalDictTensor({"_reward": reward, "_done": done}, torch.tensor([2, 3]))
     assert episode_returns(trajectories).tolist() == [3.0, 6.0]
-    for dtype in (torch.bfloat16, torch.float64):  # which lose no reward of a long episode
+    for dtype in (torch.bfloat16, torch.float64):  # no reward of a long episode is lost
         long = TemporalDictTensor({"_reward": torch.full((1, 5000, 1), 20.0, dtype=dtype)})
         returns = episode_returns(long)
         assert returns.tolist() == [100_000.0]
         assert returns.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert episode_returns(trajectories, key="_done").tolist() == [1.0, 1.0]
     assert episode_lengths(trajectories).tolist() == [2, 3]
-    assert reward[0].tolist() == [1.0, 2.0, 7.0]  # it is left as it is
+    assert reward[0].tolist() == [1.0, 2.0, 7.0]  # it is unchanged
 
 
 STEPS = TemporalDictTensor({"_reward": torch.ones(2, 3), "_frame": torch.ones(2, 3, 4)})

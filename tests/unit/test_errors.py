@@ -67,7 +67,7 @@ def test_every_exception_is_caught_by_its_documented_bases_only() -> None:
     assert {kind: set(kind.__bases__) - {RlpoolError} for kind in found} == BASES
 
 
-# What is wrong ---------------------------------------------------------------------------------
+# Mistakes --------------------------------------------------------------------------------------
 
 
 def create_env(seed: int) -> GymEnv:
@@ -89,7 +89,7 @@ def episodes(*given: Any, update: Any = None, **infos: Any) -> Any:
 
 
 def of_env(make: Any) -> Any:
-    """Episodes of environments that ``make`` makes."""
+    """Collect episodes of environments created by ``make``."""
     return episodes(ConstantAgent, lambda seed: GymEnv([make()], seed))
 
 
@@ -116,7 +116,7 @@ class FailingAgent(ConstantAgent):
 
 
 class Doing(ConstantAgent):
-    """Does something with its observation before it acts."""
+    """Agent that does something with its observation before it acts."""
 
     def __init__(self, do: Any) -> None:
         super().__init__()
@@ -128,12 +128,12 @@ class Doing(ConstantAgent):
 
 
 def of_agent(do: Any) -> Any:
-    """Episodes of an agent that does something with its observation."""
+    """Collect episodes of an agent that does something with its observation."""
     return episodes(lambda: Doing(do))
 
 
 def without_arguments(method: str) -> Any:
-    """An agent with a method that takes no arguments."""
+    """Return an agent with a method that takes no arguments."""
     return type("Odd", (ConstantAgent,), {method: lambda self: None})
 
 
@@ -251,15 +251,15 @@ ADVICE: list[tuple[Callable[[], Any], type[RlpoolError], str]] = [
     (lambda: managed(lambda seed: CountingEnv()), WorkerStartupError, "without arguments"),
     # one that fails in itself
     (lambda: episodes(ConstantAgent, lambda seed: GymEnv()), WorkerStartupError, HERE),
-    # registered by the program alone
+    # registered only by the program
     (lambda: managed(partial(gymnasium.make, "Here-v0")), WorkerStartupError, "'module:Id'"),
-    # what an agent lacks
+    # methods that an agent lacks
     (lambda: of_agent(lambda o: o["noise"]), AgentError, "set n_noise"),
     (lambda: episodes(Hidden), WorkerStartupError, "put nn.Module last"),
     (lambda: episodes(Uninitialised), WorkerStartupError, "super().__init__("),
     (lambda: ConstantAgent().to("cuda"), UsageError, "(Agent, nn.Module)"),
     (lambda: episodes(AgentFirst, update=AgentFirst()), RlpoolError, "policy.state_dict()"),
-    # what it does with its observation
+    # operations on its observation
     (lambda: of_agent(lambda o: nn.Linear(1, 2).double()(o["frame"])), AgentError, ".float()"),
     (lambda: of_agent(lambda o: nn.Linear(1, 2)(o)), AgentError, 'observation["frame"]'),
     (lambda: of_agent(lambda o: setitem(o, "frame", 1)), AgentError, 'set("frame"'),
@@ -268,7 +268,7 @@ ADVICE: list[tuple[Callable[[], Any], type[RlpoolError], str]] = [
         AgentError,
         "replay_agent(",
     ),
-    # what was passed
+    # invalid arguments
     (lambda: episodes(ConstantAgent, lambda seed: None), WorkerStartupError, "return GymEnv("),
     (lambda: episodes(ConstantAgent, create_env(0)), SpecError, "create_env=lambda seed: GymEnv("),
     (lambda: episodes(agent_info={"x": torch.ones(3).bfloat16()}), SpecError, "x.float()"),

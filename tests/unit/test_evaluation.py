@@ -1,4 +1,4 @@
-"""Evaluating an agent: the same results for any number of workers, and an agent that stays."""
+"""Evaluating an agent: the same results for any number of workers, and an unchanged agent."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def test_infos_reach_their_episodes_for_any_request_size() -> None:
 
 
 class Reporting(CountingEnv):
-    """Has something in the infos of its steps.
+    """Environment with values in the infos of its steps.
 
     Args:
-        info_of: Returns it, by the number of the step from 1 and the length of the episode.
+        info_of: Returns the info, given the step from 1 and the length of the episode.
     """
 
     def __init__(self, info_of: Callable[[int, int], dict[str, Any]]) -> None:
@@ -142,7 +142,7 @@ def test_a_success_key_missing_from_all_infos_raises(policy: Any) -> None:
 
 
 def sometimes(t: int, length: int) -> dict[str, Any]:
-    """A success at the end of episodes of three steps, and else nothing."""
+    """Report a success at the end of episodes with three steps, and nothing otherwise."""
     return {"success": True} if t == length == 3 else {}
 
 
@@ -157,7 +157,7 @@ def test_a_rare_success_key_does_not_depend_on_lanes_or_request_size(tmp_path: P
         assert run(record=record) == expected
 
 
-# What is carried from one episode to the next ----------------------------------------------------
+# State carried from one episode to the next ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def test_episodes_are_truncated_at_the_step_limit(max_steps: int, over_manager: 
 def test_a_possibly_endless_episode_is_warned_about_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpool.batch.dispatch._LONG_STEPS", 200)  # 100,000 take long
+    monkeypatch.setattr("rlpool.batch.dispatch._LONG_STEPS", 200)  # 100,000 steps take long
     for max_steps, n_warnings in ((200, 0), (400, 1)):
         evaluate(StepCounter(), create_counting, 4, env_info={"length": 5000}, max_steps=max_steps)
         assert sum("max_steps" in record.msg for record in caplog.records) == n_warnings
 
 
-# Figures, compared with their definitions ---------------------------------------------------------
+# Statistics, compared with their definitions ------------------------------------------------------
 
 RETURNS = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 3.0, 6.0]
 
@@ -271,7 +271,7 @@ def test_summary_statistics_match_their_definitions() -> None:
     assert summary.interquartile_mean == np.mean(sorted(RETURNS)[2:6])
     assert summary.std == pytest.approx(math.sqrt(sum((r - 4.5) ** 2 for r in RETURNS) / 7))
     assert summary.mean_length == 4.5
-    # Wilson's interval of 6 of 8, by its formula.
+    # Wilson's interval for 6 of 8, by its formula.
     z, p, n = 1.959964, 0.75, 8
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     width = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)

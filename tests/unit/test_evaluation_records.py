@@ -1,4 +1,4 @@
-"""Records of evaluations: saved, loaded, verified, and gone on with after a failure."""
+"""Records of evaluations: saved, loaded, verified, and resumed after a failure."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_different_agent_environment_or_torch_setting_is_reported_with_both_va
     assert "torch.float32_matmul_precision: 'highest' and 'high'" in found.differences
 
 
-# Going on ----------------------------------------------------------------------------------------
+# Resuming ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def raise_broken() -> None:
 
 
 def failing(fails_at: int | None) -> Any:
-    """A function that makes environments, which raise in the episode with an ``id``."""
+    """Return a factory of environments that raise in the episode with this ``id``."""
 
     def create_env(seed: int) -> GymEnv:
         script = {} if fails_at is None else {(fails_at, 0): raise_broken}

@@ -1,6 +1,6 @@
-"""Pools of stacked observations: what they store, what they take, and what they refuse.
+"""Pools of stacked observations: stored data, accepted input, and refusals.
 
-What pools do with stacks besides is for the property test.
+The property test covers all other operations on stacks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from support.envs import CountingEnv, assert_same_tensors
 
 
 def stacks(start: int, stop: int) -> torch.Tensor:
-    """Values of steps, each a stack of four frames of nine equal numbers."""
+    """Return values of steps, each a stack of four frames of nine equal numbers."""
     numbers = torch.arange(start, stop)[:, None] + torch.arange(4)
     return numbers[..., None].expand(-1, 4, 9).contiguous()
 
 
 def steps(start: int, stop: int, **others: torch.Tensor) -> TemporalDictTensor:
-    """One row of steps whose stacks go on from ``start``."""
+    """Return one row of steps whose stacks continue from ``start``."""
     frame = stacks(start, stop + 1)
     done = torch.zeros(stop - start, dtype=torch.bool)
     tensors = {"frame": frame[:-1], "_frame": frame[1:], "_done": done, **others}
@@ -33,7 +33,7 @@ def steps(start: int, stop: int, **others: torch.Tensor) -> TemporalDictTensor:
 
 
 def random_episode(rng: Any, length: int, dtype: Any) -> dict[str, Any]:
-    """An episode with stacks of three random frames, some of which are equal by chance."""
+    """Return an episode with stacks of three random frames, some equal by chance."""
     frames = rng.integers(0, 3, (length + 3, 4)).astype(dtype)
     if dtype == np.float32:
         frames[rng.random(length + 3) < 0.2] = np.nan
@@ -42,7 +42,7 @@ def random_episode(rng: Any, length: int, dtype: Any) -> dict[str, Any]:
     stacked = np.stack([frames[t : t + 3] for t in range(length + 1)])
     after = stacked[1:].copy()
     if rng.random() < 0.3:
-        after[-1] = 0  # some environments give this
+        after[-1] = 0  # some environments return this
     return {
         "frame": stacked[:-1],
         "_frame": after,
@@ -82,7 +82,7 @@ def test_stacks_span_window_boundaries() -> None:
     create_env = lambda seed: GymEnvInf(envs, seed)  # noqa: E731
     with Batcher(1, None, ConstantAgent, {}, create_env, n_workers=0, seeds=0) as batcher:
         batcher.reset()
-        for _ in range(70):  # the ring wraps round
+        for _ in range(70):  # the ring wraps around
             batcher.execute()
             window = batcher.get()
             for pool in pools:
@@ -118,7 +118,7 @@ def test_frames_are_stored_once() -> None:
     together.extend(steps(0, 20))
     together.extend(steps(20, 40))
     for pool, n_episodes in ((single, 1), (together, 2)):
-        # An episode has its frames, the three before them, and the stack after its last step.
+        # An episode stores its frames, the three before them, and the stack after its last step.
         assert pool.nbytes < 50 * 40 + (40 + n_episodes * (3 + 8)) * 9 * 8
         every = pool.transitions()
         assert torch.equal(every["frame"], stacks(0, 40))

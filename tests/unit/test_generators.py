@@ -1,4 +1,4 @@
-"""With ``n_threads=0`` users' code has a worker's generators, and the caller keeps its own."""
+"""With ``n_threads=0``, user code has a worker's generators, and the caller keeps its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.promise("I6")
 
 
 def drawn() -> list[float]:
-    """One number from every generator; normal ones are drawn in pairs, and the second is kept."""
+    """Draw one number from every generator; normals are drawn in pairs and the second is cached."""
     return [
         random.random(),
         random.gauss(0.0, 1.0),
@@ -42,7 +42,7 @@ def drawn() -> list[float]:
 
 
 class DrawingEnv(gymnasium.Env[Any, Any]):
-    """Its observation is what it has just drawn."""
+    """Environment whose observation is what it has just drawn."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (6,), np.float64)
     action_space = spaces.Discrete(1000)
@@ -64,7 +64,7 @@ class DrawingEnv(gymnasium.Env[Any, Any]):
 
 
 class DrawingAgent(Agent):
-    """A network that nobody has ever seeded or updated, and random actions."""
+    """Agent with an unseeded, never updated network and random actions."""
 
     def __init__(self) -> None:
         drawn()
@@ -106,8 +106,8 @@ def states() -> list[Any]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """A section that leaves the caller's generators bitwise as they were."""
-    drawn()  # of normal numbers there is one left over now
+    """Check that this context leaves the caller's generators unchanged, bit for bit."""
+    drawn()  # one normal number is now cached
     before = states()
     yield
     assert states() == before
@@ -133,7 +133,7 @@ def request(batcher: Any, n_episodes: int) -> None:
 
 
 def run(batcher: Any) -> Iterator[dict[str, bytes]]:
-    """Some requests, one after the other, with an update in between."""
+    """Make sequential requests with an update in between."""
     for n_episodes in (5, 3, 4):
         request(batcher, n_episodes)
         result = batcher.get()

@@ -1,4 +1,4 @@
-"""GymEnv: every space, conversions, reset and step by hand, wrappers, real environments."""
+"""GymEnv: every space, conversions, manual reset and step, wrappers, real environments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def action(*values: Any) -> DictTensor:
     return DictTensor({"action": torch.tensor(values)})
 
 
-# The oracle of ``property/test_against_loops`` draws other spaces.
+# ``property/test_against_loops`` covers other spaces.
 SPACES: dict[str, Any] = {
     "box float16": spaces.Box(-1, 1, (2, 2), np.float16),
     "box scalar": spaces.Box(-1, 1, (), np.float32),
@@ -50,7 +50,7 @@ MADE |= {name: partial(gymnasium.make, name) for name in REAL}
 def test_episodes_match_a_hand_written_loop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # MuJoCo leaves a log where it runs
+    monkeypatch.chdir(tmp_path)  # MuJoCo leaves a log in its working directory
     *envs, alone = (copy.deepcopy(MADE[name])() for _ in range(3))
     alone.action_space.seed(3)
     parts = leaves(alone.action_space, "action")
@@ -94,7 +94,7 @@ def test_spaces_may_differ_only_in_bounds_and_float64_can_be_kept() -> None:
     assert observation["frame"].tolist() == [env.observations[0].tolist() for env in envs]
 
 
-# What is converted
+# Conversions
 
 
 F32, I32, U8 = (spaces.Box(0, 99, (2,), dtype) for dtype in (np.float32, np.int32, np.uint8))
@@ -122,7 +122,7 @@ def test_observations_of_related_types_are_converted(space: Any, value: Any, exp
 
 
 def stepped(**columns: list[Any]) -> DictTensor:
-    """What lanes show whose steps return these values, one per lane."""
+    """Return the values of lanes whose steps return these, one per lane."""
 
     zeros = dict.fromkeys(("reward", "terminated", "truncated"), 0)
     envs = []
@@ -182,11 +182,11 @@ def test_without_an_action_space_actions_arrive_as_numbers_or_arrays(given: Any)
     assert observation["last_action"].tolist() == [given]
 
 
-# Reset and step by hand
+# Manual reset and step
 
 
 class PoppingEnv(CountingEnv):
-    """Takes its settings out of the options, and out of what is in them."""
+    """Environment that pops its settings from the options and from nested values."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return super().reset(seed=seed, options={"id": options.pop("id").pop(), "length": 1})
@@ -210,7 +210,7 @@ def test_an_environment_may_change_its_options_and_the_episode_keeps_them() -> N
 
 
 def rows_of(observed: tuple[DictTensor, torch.Tensor]) -> dict[int, Any]:
-    """What each lane shows; the tensors are overwritten, as they are copies."""
+    """Return each lane's values; the tensors are overwritten, as they are copies."""
     observation, lanes = observed
     columns = {key: tensor.tolist() for key, tensor in observation.items()}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -221,7 +221,7 @@ def rows_of(observed: tuple[DictTensor, torch.Tensor]) -> dict[int, Any]:
 
 
 def made(max_episode_steps: int | None) -> Any:
-    """``CountingEnv`` as ``gymnasium.make`` wraps it."""
+    """Return ``CountingEnv`` as wrapped by ``gymnasium.make``."""
     spec = gymnasium.envs.registration.EnvSpec(
         "Counting-v0", "support.envs:CountingEnv", max_episode_steps=max_episode_steps
     )
@@ -259,7 +259,7 @@ def test_lanes_behave_like_their_environments_alone(kind: type[GymEnv]) -> None:
 
 
 class Noting(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Notes every call."""
+    """Wrapper that records every call."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)

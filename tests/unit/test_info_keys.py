@@ -1,4 +1,4 @@
-"""info_keys: keys of Gymnasium's info as keys of a step."""
+"""info_keys: values from Gymnasium's infos as keys of a step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from support.vector_envs import ArrayEnv, OwnVectorEnv
 
 
 class InfoEnv(CountingEnv):
-    """Its infos say a task only in resets, a success only at the end, and else the step.
+    """Environment that reports a task at resets, a success at the end, and the step otherwise.
 
     Args:
-        length: Of its episodes.
-        extra: More for the info of every step.
+        length: Length of its episodes.
+        extra: Additional entries in the info of every step.
     """
 
     def __init__(self, length: int = 3, extra: Any = None) -> None:
@@ -76,7 +76,7 @@ def test_vector_environments_report_infos_before_and_after_a_step(mode: str, kin
 
 
 class MaskedInfos(ArrayEnv):
-    """Says something about every other lane, and what has no meaning about the rest."""
+    """Environment that reports values for every other lane, and meaningless ones for the rest."""
 
     convert: Any = np.asarray
 
@@ -88,7 +88,9 @@ class MaskedInfos(ArrayEnv):
         return *results, {"x": values, "_x": known, "p": part, "_p": known}
 
 
-@pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor])  # as simulators on a GPU give
+@pytest.mark.parametrize(
+    "convert", [np.asarray, torch.as_tensor]
+)  # as returned by simulators on a GPU
 def test_vector_environment_masks_mark_the_lanes_that_have_a_value(convert: Any) -> None:
     inner = MaskedInfos(4)
     inner.convert = convert

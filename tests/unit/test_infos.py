@@ -40,7 +40,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 class OptionsEnv(CountingEnv):
-    """Keeps the options of its resets."""
+    """Environment that keeps the options of its resets."""
 
     seen: list[Any]
 

@@ -1,4 +1,4 @@
-"""Signal handlers wait for sections of bookkeeping; calls that one ends leave a mark."""
+"""Signal handlers wait for critical sections; interrupted calls leave a mark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Interrupt(Exception):
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Signals that a handler saw; that of SIGTERM raises, too."""
+    """Return the signals that a handler received; the one for SIGTERM also raises."""
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -52,7 +52,7 @@ def test_handlers_run_at_the_end_of_the_section_and_may_raise(handled: list[int]
     with pytest.raises(Interrupt):
         interrupted()
     assert seen_within == []
-    assert handled == [signal.SIGTERM, signal.SIGINT, signal.SIGALRM]  # also after one that raised
+    assert handled == [signal.SIGTERM, signal.SIGINT, signal.SIGALRM]  # even after one that raised
 
 
 def test_the_outermost_section_counts_and_restores_the_handlers(handled: list[int]) -> None:

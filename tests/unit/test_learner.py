@@ -42,20 +42,20 @@ BOX = spaces.Box(-1.0, 1.0, (2,))
 
 
 def lanes(n: int, make: Any = ragged_trials) -> GymEnv:
-    """So many environments side by side."""
+    """Return this many environments in parallel."""
     return GymEnv([make() for _ in range(n)])
 
 
 def learner_of(
     agent: Any, arch: Any = MEMORY, env: Any = None, tasks: Any = None, **arguments: Any
 ) -> Learner:
-    """A learner with a seed and a storage that keeps everything."""
+    """Return a learner with a seed and a storage that keeps everything."""
     env = ragged_trials() if env is None else env
     return Learner(agent, Storage(), env, tasks, arch, **{"seed": 5, **arguments})
 
 
 def episodes(learner: Learner, n_rollouts: int = 1, **arguments: Any) -> list[Any]:
-    """What is in the storage after so many rollouts."""
+    """Return the content of the storage after this many rollouts."""
     learner.collect_rollouts_parallel(n_rollouts, **arguments)
     return list(learner.policy_storage.episodes)
 
@@ -64,7 +64,7 @@ def tasks_of(learner: Learner, n_rollouts: int) -> list[int]:
     return [int(columns[0][0, 1]) for columns in episodes(learner, n_rollouts)]
 
 
-# What is collected ---------------------------------------------------------------------------
+# Collected data ------------------------------------------------------------------------------
 
 
 def test_stored_arrays_do_not_share_memory() -> None:
@@ -105,7 +105,7 @@ def test_dict_observations_and_actions_are_dicts_of_arrays_with_numbers_as_colum
         assert observation["image"].dtype == np.uint8
 
 
-# How many, where -----------------------------------------------------------------------------
+# Counts --------------------------------------------------------------------------------------
 
 
 def test_one_call_of_the_agent_per_step_serves_all_environments() -> None:
@@ -117,7 +117,7 @@ def test_one_call_of_the_agent_per_step_serves_all_environments() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "_"])
 def test_steps_and_rollouts_are_counted_if_the_learner_has_counters(prefix: str) -> None:
-    """In a learner of the document, with a goal, and in one that counts nothing."""
+    """A learner as in the document, with a goal, and one without counters."""
     mine = SimpleNamespace(
         agent=StepCounter(), policy_storage=Storage(), agent_arch="memory", train_env=CountingEnv(3)
     )
@@ -134,7 +134,7 @@ def test_steps_and_rollouts_are_counted_if_the_learner_has_counters(prefix: str)
 
 
 class SomeTasks(TaskEnv):
-    """Lists tasks that are not the numbers below ``n_tasks``."""
+    """Environment whose tasks are not the numbers below ``n_tasks``."""
 
     def get_all_task_idx(self) -> list[int]:
         return [3, 5]
@@ -158,7 +158,7 @@ def test_a_task_may_be_any_object_and_reaches_an_environment_without_trials() ->
 
 
 class NeedsTask(CountingEnv):
-    """Cannot be reset without a task, not even to see what it shows."""
+    """Environment that cannot be reset without a task, even for probing."""
 
     observation_space = None  # type: ignore[assignment]
 
@@ -174,7 +174,7 @@ def test_an_environment_that_needs_a_task_gets_one_immediately_or_raises() -> No
         learner.collect_rollouts_parallel(1)
 
 
-# One after another or side by side -----------------------------------------------------------
+# Sequential or parallel ----------------------------------------------------------------------
 
 
 def test_random_actions_are_the_same_in_parallel_and_in_sequence() -> None:
@@ -196,7 +196,7 @@ def test_an_agents_memory_lasts_for_one_trial_and_is_reset_for_the_next(kind: st
     actor.initial = torch.ones(1, 2), torch.full((1, 1), 7.0), actor.initial[2]
     env = VariBadWrapper(TaskEnv(limit=3), 2)
     first, second = episodes(learner_of(actor, MEMORY, env, [2], batch_rows=1), 2)
-    assert first[1] == pytest.approx(second[1])  # nothing of the first is left
+    assert first[1] == pytest.approx(second[1])  # nothing of the first is kept
     # Replayed by hand, from the initial state through both episodes.
     observations, actions, rewards, *_ = map(torch.from_numpy, first)
     action, reward, state = actor.initial
@@ -210,7 +210,7 @@ def test_an_agents_memory_lasts_for_one_trial_and_is_reset_for_the_next(kind: st
 
 
 class OneHotMemory:
-    """Counts; the action is the count modulo 3, as integers ``[B, 3]``."""
+    """Actor whose action is its call count modulo 3, one-hot as integers ``[B, 3]``."""
 
     def get_initial_info(self) -> Any:
         return torch.zeros(1, 3), 0.0, torch.zeros(1, 1)

@@ -1,4 +1,4 @@
-"""Environments of the former gym, and other signatures of ``reset``."""
+"""Environments of the old gym, and other signatures of ``reset``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def action(*values: Any) -> DictTensor:
 
 
 def collect(make_env: Any, n_episodes: int, infos: Any = None, **arguments: Any) -> Any:
-    """Episodes of a ``StepCounter``, in this process."""
+    """Collect episodes of a ``StepCounter`` in this process."""
     with EpisodeBatcher(
         2,
         4,
@@ -72,7 +72,7 @@ def test_legacy_gym_spaces_are_recognised_by_class_name() -> None:
 
 
 class DefaultInfoEnv(AncestorCountingEnv):
-    """Cannot do without its ``env_info``, for which it has a default."""
+    """Environment that requires ``env_info``, with a default."""
 
     def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
         self.number = env_info["id"]
@@ -80,7 +80,7 @@ class DefaultInfoEnv(AncestorCountingEnv):
 
 
 class DefaultOptionsEnv(CountingEnv):
-    """Likewise with ``options``."""
+    """Environment that requires ``options``, with a default."""
 
     def reset(self, *, seed: Any = None, options: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
         return super().reset(seed=seed, options={"id": options["id"]})
@@ -113,7 +113,7 @@ def test_env_info_reaches_resets_that_take_it_at_every_reset() -> None:
 
 
 class SeededEnv(CountingEnv):
-    """Takes nothing but a seed."""
+    """Environment whose ``reset`` takes only a seed."""
 
     def reset(self, *, seed: Any = None) -> Any:  # type: ignore[override]
         return super().reset(seed=seed)
@@ -128,7 +128,7 @@ def test_options_that_reset_does_not_accept_are_refused_with_its_signature() -> 
 
 
 class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """Takes a task, though what it wraps does not."""
+    """Wrapper that takes a task although the wrapped environment does not."""
 
     def reset(self, *, task: Any = 8, **arguments: Any) -> Any:
         self.given = task, arguments
@@ -156,11 +156,11 @@ def test_seeding_determines_the_draws_of_a_task_independently_of_reset() -> None
     assert len(set(starts)) == 1
 
 
-# Generators and interfaces of the former gym
+# Generators and interfaces of the old gym
 
 
 class OldNoiseEnv(gymnasium.Env[Any, Any]):
-    """Draws by the names that generators had in the former gym."""
+    """Environment that uses the old gym's names of generators."""
 
     def seed(self, seed: Any = None) -> None:
         self.seed_given = seed

@@ -1,4 +1,4 @@
-"""Limits of memory, cores and descriptors, and what is said before they are hit."""
+"""Limits of memory, cores and descriptors, and the reports before they are hit."""
 
 from __future__ import annotations
 
@@ -121,6 +121,6 @@ def test_more_workers_than_twice_the_cores_cause_one_warning(
 def test_workers_beyond_the_descriptor_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "n_open_descriptors", lambda: 48)
     limit_descriptors(monkeypatch, 120)
-    check_workers(10, 4, "use fewer")  # exactly what is left
+    check_workers(10, 4, "use fewer")  # exactly the number left
     with pytest.raises(SpecError, match="8 would fit"):
         check_workers(10, 5, "use fewer")

@@ -1,4 +1,4 @@
-"""Joint episodes of many agents: births, deaths, groups, masks; an agent's own steps, and back."""
+"""Joint episodes of many agents: births, deaths, groups, masks; conversion to agents and back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GROUP_SIZES = {"action/small": 4, "action/big": 0}
 def run(
     create_env: Any, n: int = 1, env_info: Any = None, sizes: Any = None, **options: Any
 ) -> Any:
-    """Episodes of random agents."""
+    """Collect episodes of random agents."""
     agent = RandomAgents, {"sizes": sizes or SIZES, "start": 1}
     given = {"n_workers": 0, "seed": 3, **options}
     with EpisodeBatcher(8, 16, *agent, create_env, **given) as batcher:
@@ -55,7 +55,7 @@ def run(
 
 
 def collected(lives: Any = None, masks: str = "", **options: Any) -> Any:
-    """Five episodes of two environments."""
+    """Collect five episodes of two environments."""
     sizes = GROUP_SIZES if lives is GROUPS else SIZES
 
     def create_env(seed: int) -> PettingZooEnv:
@@ -171,7 +171,7 @@ def test_values_reported_for_absent_agents_are_zero() -> None:
 
 
 def windows(n_timesteps: int, n_lanes: int, n: int) -> list[Any]:
-    """Windows of environments that restart on their own."""
+    """Yield windows of environments that restart automatically."""
 
     def create_env(seed: int) -> PettingZooEnvInf:
         return PettingZooEnvInf([Lives(LIVES) for _ in range(n_lanes)], seed)
@@ -229,11 +229,11 @@ def test_gae_accepts_rewards_of_all_agents() -> None:
         advantage(values, lengths.int())
 
 
-# What is refused ------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------
 
 
 def lives(kind: Any = Lives, **changes: Any) -> Any:
-    """An environment without some attributes, or with others."""
+    """Return an environment without some attributes, or with different ones."""
     env = kind(LIVES)
     for name, value in changes.items():
         delattr(env, name) if value is None else setattr(env, name, value)
@@ -263,7 +263,7 @@ def test_invalid_environments_and_arguments_are_refused_by_name() -> None:
 
 
 class Wrong(Lives):
-    """The results of its steps are changed by a function."""
+    """Environment whose step results are changed by a function."""
 
     def __init__(self, change: Any) -> None:
         super().__init__(LIVES)

@@ -1,6 +1,6 @@
 """DictTensor, TemporalDictTensor and masks: views and copies, errors, pickles, pytrees, cost.
 
-What rows and steps are selected is compared with a model in the property tests.
+The property tests compare the selected rows and steps with a model.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ META = torch.zeros(2, 3, device="meta")
 
 
 def leaves(batch: Any) -> list[Any]:
-    """All tensors of a batch of either kind."""
+    """Return all tensors of a batch of either kind."""
     if isinstance(batch, DictTensor):
         return list(batch.values())
     return [*batch.values(), batch.lengths, *batch.info.values()]
 
 
 def batch_of(n: int = 4) -> DictTensor:
-    """Row i holds i in every key."""
+    """Return a batch whose row i holds i in every key."""
     number = torch.arange(n)
     frame = number.float().unsqueeze(1).expand(n, 3).clone()
     return DictTensor({"frame": frame, "action": number.clone(), "is_new": number % 2 == 0})
 
 
 def steps_of(lengths: list[int] = LENGTHS, n_timesteps: int = T) -> TemporalDictTensor:
-    """Step t of row b has the value ``100 * (1 + b) + t``; ``info`` has ``1 + b``."""
+    """Return steps with value ``100 * (1 + b) + t`` at step t of row b, and ``info`` ``1 + b``."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     task = torch.arange(1, 1 + len(sizes))
     time = torch.arange(n_timesteps)
@@ -160,12 +160,12 @@ def test_a_single_trajectory_has_a_length_but_no_rows() -> None:
     assert pickle.loads(pickle.dumps(row.clone())).lengths.item() == 3
 
 
-# What does not fit is refused, by name ------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 X = DictTensor({"x": ZERO(2, 3)})
 XT = TemporalDictTensor({"x": ZERO(2, 3)})
 ROW = steps_of()[0]
-LOSSES = DictTensor({"loss": torch.tensor(0.5), "x": ZERO(2)})  # scalars are no rows
+LOSSES = DictTensor({"loss": torch.tensor(0.5), "x": ZERO(2)})  # scalars do not have rows
 INT_X, ONE_ROW = DictTensor({"x": ZERO(2, 3).int()}), TemporalDictTensor(X, None, X)
 REFUSED: list[tuple[Any, str]] = [
     (lambda: DictTensor({"a": ZERO(2), "b": META}), "'b'"),
@@ -223,7 +223,7 @@ def test_invalid_arguments_are_refused_by_name(use: Any, named: str) -> None:
 
 def test_a_nonexistent_row_raises_and_nothing_is_written() -> None:
     batch, row = batch_of(), torch.tensor([0, 4])
-    # torch checks no index where there are no values
+    # torch does not check indices if there are no values
     for each in (batch, DictTensor({"x": ZERO(4, 0)}), steps_of(), steps_of().get([])):
         for missing in (4, -5, row, torch.tensor([-5])):
             with pytest.raises(IndexError):
@@ -261,7 +261,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "one step repeated": lambda block: block[:, :1].expand(-1, T, -1, -1),
     "windows": lambda block: block[:, :, 0, 0].unfold(1, 3, 1)[:, :T],
     "with gradients": lambda block: block[:, :T].requires_grad_(),
-    "pitch that is no multiple of a step": lambda block: block[:, ::3],
+    "pitch that is not a multiple of a step": lambda block: block[:, ::3],
 }
 
 
@@ -352,7 +352,7 @@ def test_a_view_pickles_only_its_own_values() -> None:
         for again in (pickle.loads(pickle.dumps(view)), torch.load(file, weights_only=True)):
             for one, other in zip(leaves(again), leaves(view), strict=True):
                 assert torch.equal(one, other)
-                one.add_(1)  # has its own memory for every value
+                one.add_(1)  # has separate memory for every value
     weights = ZERO(10, requires_grad=True)
     assert pickle.loads(pickle.dumps(DictTensor({"w": weights[:2]})))["w"].requires_grad
 

@@ -1,4 +1,4 @@
-"""Normalisers know the moments of everything they were given, whatever the batches."""
+"""Normalisers track the moments of all values, regardless of batching."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def test_moments_do_not_depend_on_batching() -> None:
-    # Far from zero, where sums of squares would have lost all digits in float32.
+    # Far from zero, where sums of squares would lose all digits in float32.
     values = 1e4 + torch.randn(7, 11, 3, 2, generator=torch.Generator().manual_seed(1))
     normalizer = RunningNormalizer((3, 2), clip=1.5)
     for batch in values.split([1, 4, 2]):

@@ -26,7 +26,7 @@ from support.envs import AncestorCountingEnv, CountingEnv, SpaceEnv
 
 
 class Transitions(NamedTuple):
-    """An episode as arrays, or as dicts of arrays by the names of their parts."""
+    """An episode as arrays, or as dicts of arrays by part name."""
 
     state: Any
     action: Any
@@ -37,7 +37,7 @@ class Transitions(NamedTuple):
 
 
 def episodes_of(env: Any, policy: Any = None, n: int = 1, **options: Any) -> list[Transitions]:
-    """Episodes of the step loop, in this process."""
+    """Collect episodes by the step loop in this process."""
     made = OneEnv(env, **options)
     episodes = []
     with Batcher(
@@ -92,7 +92,7 @@ def test_the_environment_gets_its_own_action_object_and_a_copy_is_stored() -> No
             return self.action, *super().step(0)[1:]
 
     np.testing.assert_array_equal(episode_of(Env(3)).action, [[1, 1], [2, 2], [3, 3]])
-    # That of a reset is not stored and may be anything.
+    # The action of a reset is not stored and may be anything.
     np.testing.assert_array_equal(episode_of(actions(None, 0.5, 1.5)).action, [0.5, 1.5])
 
 
@@ -134,7 +134,7 @@ def test_nested_values_become_one_array_per_part() -> None:
     assert episode.action["0"].shape == (2, 3)
 
 
-# What does not fit
+# Invalid input
 
 ZEROS = np.zeros(4)
 

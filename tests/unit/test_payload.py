@@ -1,4 +1,4 @@
-"""Any object in one piece of memory, its tensors readable in place."""
+"""Any object in a single block of memory, with tensors readable in place."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def test_tensors_are_aligned_views_that_keep_the_memory_alive() -> None:
         assert start < first[name].data_ptr() < start + n_bytes
         assert (first[name].data_ptr() - start) % 64 == 0
     assert first["a"].equal(tensor)
-    first["b"].append(2)  # every reader has objects of its own
+    first["b"].append(2)  # every reader has its own objects
     assert len(second["b"]) == 1

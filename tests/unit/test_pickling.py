@@ -1,4 +1,4 @@
-"""What cannot be pickled is named by argument, path and type."""
+"""Unpicklable objects are named by argument, path and type."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def closure(value: Any) -> Callable[[], Any]:
 
 
 def function_of_script(value: Any) -> Any:
-    """A function of a script, which is sent with the globals that it uses."""
+    """Return a function of a script, which is sent with the globals it uses."""
     return eval("lambda: SHARED", {"__name__": "__main__", "SHARED": value, "unused": value})
 
 
@@ -82,7 +82,7 @@ def test_reference_cycles_and_deep_nesting_are_handled() -> None:
     holder.lock.insert(0, holder)
     assert "env_args.lock[1]" in refusal(holder)
     nested: list[Any] = []
-    for _ in range(1_000_000):  # more than fit on any stack
+    for _ in range(1_000_000):  # deeper than any stack
         nested = [nested]
     words = refusal(nested)
     assert "recursion" in words

@@ -1,4 +1,4 @@
-"""What a pool holds after whatever was added, what it refuses, and which states it takes."""
+"""Content of a pool after additions, refusals, and accepted states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.envs import CountingEnv, assert_same_tensors, create_counting
 
 
 def filled(n: int = 6, **options: Any) -> Pool:
-    """A pool with an episode of n steps: the state counts from 0, the reward is the state."""
+    """Return a pool with an episode of n steps; states count from 0, rewards equal the state."""
     pool = Pool(**{"pool_size": 10, "seed": 0, **options})
     for step in range(n):
         pool([step] * 3, np.int8(step), [step + 1] * 3, float(step), step == n - 1)
@@ -124,11 +124,11 @@ def test_next_frames_are_stored_once_and_space_for_last_ones_is_reused() -> None
         frame = torch.randint(256, (2, 26, size), dtype=torch.uint8)
         steps = {"frame": frame[:, :-1], "_frame": frame[:, 1:], "_reward": torch.zeros(2, 25)}
         pool.extend(TemporalDictTensor(steps))
-    # A frame more per episode, and some bytes per transition.
+    # One more frame per episode, and some bytes per transition.
     assert pool.nbytes <= (200 + 10) * size + 200 * (4 + 1 + 4)
 
 
-# What is refused --------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------
 
 NAN = float("nan")
 
@@ -141,7 +141,7 @@ def single(pool: Pool, terminated: Any = None, index: Any = None, **changes: Any
 
 
 def extend(pool: Pool, **changes: Any) -> None:
-    """Add two steps of those that there are, with other tensors."""
+    """Add two of the existing steps with different tensors."""
     steps = {key: tensor[None, :2] for key, tensor in pool.transitions().items()}
     steps = {key: value for key, value in {**steps, **changes}.items() if value is not None}
     pool.extend(TemporalDictTensor(steps))
@@ -189,7 +189,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 
 
 def damaged() -> list[Any]:
-    """Parts of a state, and states with a part that is missing or damaged."""
+    """Yield parts of a state with states in which they are missing or damaged."""
     whole = filled(priority_exponent=2.0).state_dict()
     arrays = dict(whole["store"]["arrays"])
     missing = {k: arrays[k] for k in arrays if k != "columns/frame/0.0"}

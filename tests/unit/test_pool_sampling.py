@@ -1,4 +1,4 @@
-"""How samples, n-step returns and sequences are drawn, uniformly and by priority."""
+"""Drawing of samples, n-step returns and sequences, uniformly and by priority."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOL = torch.bool
 
 
 def episodes(lengths: list[int], first: int = 0) -> TemporalDictTensor:
-    """Episodes, each with a termination, that do not follow from each other.
+    """Return episodes, each with a termination, that are not continuations of each other.
 
     Step t of episode e has ``number`` 100 * e + t, frame [number] * 3, reward number + 1.
     """
@@ -58,7 +58,7 @@ def test_batches_form_one_stream_of_samples_and_unseeded_pools_differ() -> None:
     for _ in range(3):
         assert torch.equal(next(stream)["number"], second.sample(4, n_step=2)["number"])
     first.clear()
-    with pytest.raises(NotEnoughDataError):  # drawn when it is asked for
+    with pytest.raises(NotEnoughDataError):  # drawn on demand
         next(stream)
     assert [batch.n_elems() for batch in second.batches(5, 3)] == [5, 5, 5]
     assert not torch.equal(other.sample(20)["number"], pool_of(episodes([20])).sample(20)["number"])
@@ -95,9 +95,9 @@ AT_2 = (torch.arange(6) == 2)[None]
 
 
 def two_episodes(flags: list[str]) -> TemporalDictTensor:
-    """A row of three steps of one episode, then three of another, whose end the first flag shows.
+    """Return a row with three steps of each of two episodes; the first flag marks their ends.
 
-    The second one begins in the state that ended the first, so values do not show it.
+    The second one starts in the final state of the first, so values do not reveal the boundary.
     """
     number = torch.arange(6)[None]
     starts = {"initial_state": AT_2.roll(1)}
@@ -119,7 +119,7 @@ def test_flags_of_ends_delimit_sequences_even_if_not_stored(
 
 
 def refuses(pool: Any, key: str) -> bool:
-    """Whether it refuses to look ahead, but not to give single steps, and names the key to add."""
+    """Whether a pool refuses look-ahead, but not single steps, and names the key to add."""
     pool.sample(4)
     pool.sample_sequences(4, 1)
     looks = [lambda: pool.sample_sequences(4, 2)]
@@ -138,7 +138,7 @@ def test_look_ahead_is_refused_where_ends_of_episodes_are_unknown(
 ) -> None:
     pool = pool_of(unknown := two_episodes(flags))
     known = TemporalDictTensor({**unknown._steps, "_terminated": AT_2, "_truncated": AT_2 & False})
-    pool.extend(known)  # some with every flag are not enough
+    pool.extend(known)  # some steps with every flag are not enough
     assert refuses(pool, key)
     other = Pool(pool_size=1000)
     other.load_state_dict(pool.state_dict())
@@ -152,7 +152,7 @@ def test_look_ahead_is_refused_where_ends_of_episodes_are_unknown(
 def test_returns_cut_short_at_the_ends_of_rows_are_warned_about_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pool = pool_of(two_episodes(["_done"]))  # a row of six steps, which ends within an episode
+    pool = pool_of(two_episodes(["_done"]))  # a row of six steps that ends within an episode
     pool.sample(4, n_step=6)
     assert not caplog.messages
     for _ in range(2):
@@ -167,14 +167,17 @@ def test_discontinuous_steps_end_a_segment_of_any_size() -> None:
         after = number + 1
         after[0, 2, place] += 1
         steps = {"frame": number, "_frame": after, "_reward": torch.ones(1, 6)}
-        steps |= {"_done": AT_2 & False, "reward": torch.rand(1, 6)}  # rewards need not lead on
+        steps |= {
+            "_done": AT_2 & False,
+            "reward": torch.rand(1, 6),
+        }  # rewards need not be continuous
         batch = pool_of(TemporalDictTensor(steps)).sample(6, n_step=9, discount=1.0)
         first = batch["frame"][:, 0]
         assert torch.equal(batch["n_step_return"], torch.where(first < 3, 3 - first, 6 - first))
 
 
 def window(start: int, first_step: int, episode: int = 0) -> TemporalDictTensor:
-    """Two steps of a lane, whose numbers count from ``start``."""
+    """Return two steps of a lane with numbers from ``start``."""
     number = torch.arange(start, start + 2)[None]
     place = {"batcher": 0, "lane": 0, "episode": episode, "first_step": first_step}
     return TemporalDictTensor(
@@ -201,7 +204,7 @@ def test_windows_are_joined_only_where_position_and_values_continue() -> None:
 
 
 def prioritised(n: int) -> Pool:
-    """A pool of n transitions whose ``number`` counts from 0."""
+    """Return a pool of n transitions with ``number`` from 0."""
     pool = Pool(pool_size=n, priority_exponent=1.0, seed=0)
     add(pool, 0, n)
     return pool
@@ -212,7 +215,7 @@ def add(pool: Pool, start: int, stop: int) -> None:
 
 
 def index_of_all(pool: Pool) -> np.ndarray[Any, Any]:
-    """The indexes of the transitions, by their numbers."""
+    """Return the indices of the transitions, ordered by number."""
     known: dict[int, int] = {}
     while len(known) < len(pool):
         batch = pool.sample(len(pool))
@@ -221,7 +224,7 @@ def index_of_all(pool: Pool) -> np.ndarray[Any, Any]:
 
 
 def counts(pool: Pool, n_batches: int, batch_size: int, size: int) -> Any:
-    """How often each number was drawn."""
+    """Count how often each number was drawn."""
     drawn = [pool.sample(batch_size)["number"] for _ in range(n_batches)]
     return np.bincount(torch.cat(drawn).numpy(), minlength=size)
 
@@ -231,7 +234,7 @@ def test_transitions_are_drawn_in_proportion_to_priority_to_the_power_of_alpha(
     alpha: float | None,
 ) -> None:
     pool = Pool(processes=3, pool_size=12, priority_exponent=alpha, seed=1)
-    for start in range(-6, 12, 2):  # wraps round
+    for start in range(-6, 12, 2):  # wraps around
         pool.extend(TemporalDictTensor({"number": torch.arange(start, start + 2)[None]}), start % 3)
     priorities = np.arange(1.0, 13.0)
     if alpha is not None:

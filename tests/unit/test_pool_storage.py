@@ -1,4 +1,4 @@
-"""Where a pool keeps its transitions: memory, full disks, and additions that are interrupted."""
+"""Storage of a pool: memory, full disks, and interrupted additions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trajectories(n: int, value: int = 0, size: int = 100) -> TemporalDictTensor:
 def test_a_full_disk_never_loses_stored_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is reserved on the way; what is not reserved would end the process."""
+    """All writes are to reserved space; a write to unreserved space would kill the process."""
     n_left = n_reserved = 0
     given: set[tuple[int, int]] = set()
 
@@ -52,12 +52,12 @@ def test_a_full_disk_never_loses_stored_data(
     pool = Pool(None, 3, 30_000, storage="memmap", directory=tmp_path, seed=0)
     with pytest.raises(SpecError, match=r"disk.*\n.*free some space"):
         pool.extend(trajectories(10))
-    assert not pool.specs  # nothing was decided: others may come first
+    assert not pool.specs  # nothing was committed: others may come first
     n_left = 100
     pool.extend(trajectories(100, 1), 0)
     before, n_bytes = pool.transitions(), pool.nbytes
     apart = trajectories(9000, 2)
-    apart["_frame"].add_(1)  # no next frame, so that each needs room of its own
+    apart["_frame"].add_(1)  # no next frame, so each needs its own space
     n_refused = 0
     while len(pool) == 100:
         n_left = 1
@@ -80,7 +80,7 @@ def test_rows_are_reused_after_clear_for_other_transitions(tmp_path: Path) -> No
     options = {"pool_size": 40, "processes": 2, "priority_exponent": 1.0, "seed": 0}
     pool = Pool(**options, storage="memmap", directory=tmp_path)
     sizes = set()
-    for value in range(5):  # more than a sub-pool has rows for
+    for value in range(5):  # more than the rows of a sub-pool
         for index in (0, 1):
             number = torch.full((1, 15), 10 * value + index)
             pool.extend(TemporalDictTensor({"number": number}), index)
@@ -113,7 +113,7 @@ def test_memory_is_allocated_as_it_is_filled(storage: str, tmp_path: Path) -> No
         pool.extend(batch)
     taken = process.memory_info().rss - before
     assert len(pool) * size == raw
-    assert 0.9 * raw < taken < 1.2 * raw  # what the interpreter keeps of copies included
+    assert 0.9 * raw < taken < 1.2 * raw  # including copies cached by the interpreter
     assert raw < pool.nbytes < 1.05 * raw
 
 
@@ -122,7 +122,7 @@ def test_memory_is_allocated_as_it_is_filled(storage: str, tmp_path: Path) -> No
 
 def numbered(start: int, lengths: list[int]) -> TemporalDictTensor:
     number = torch.arange(start, start + sum(lengths))
-    frame = (number[:, None] + torch.arange(4))[..., None]  # each is the one before it, shifted
+    frame = (number[:, None] + torch.arange(4))[..., None]  # each is the previous one, shifted
     steps = {"number": number, "frame": frame, "_frame": frame + 1}
     return TemporalDictTensor.from_packed(steps, torch.tensor(lengths))
 
@@ -139,7 +139,7 @@ def test_an_interrupted_addition_leaves_complete_transitions_and_a_working_pool(
     pool = Pool(pool_size=8, priority_exponent=1.0, seed=0, frame_stack=4)
     number, n_points, strike = 0, 0, Strike(0)
     while strike.has_struck or not n_points:
-        pool.extend(numbered(number, [1] * 20))  # each with a value after it of its own
+        pool.extend(numbered(number, [1] * 20))  # each with its own next value
         strike = Strike(7 * n_points, files=["/pool/"], signal_number=signal.SIGINT)
         with suppress(KeyboardInterrupt), strike:
             pool.extend(numbered(number + 20, [2, 3]))

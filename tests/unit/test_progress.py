@@ -1,4 +1,4 @@
-"""Progress while ``get`` waits: a function of (done, asked), or a bar of tqdm."""
+"""Progress while ``get`` waits: a function of (done, total), or a tqdm bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``GymEnv``, ``VectorGymEnv`` and ``check_env`` refuse, and what their errors name."""
+"""Refusals by ``GymEnv``, ``VectorGymEnv`` and ``check_env``, and the names in their errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: stepped(lambda action: {}["goal"]), KeyError, "goal"),
     (lambda: stepped(lambda action: (1, 2, 3)), EnvSpecError, "got 3"),
     (lambda: stepped(lambda action: None), EnvSpecError, "NoneType"),
-    # What checks and tests are made with.
+    # Arguments of checks and tests.
     (lambda: testing.check_env(CountingEnv, n_steps=0), SpecError, "n_steps"),
     (lambda: testing.check_env(7), SpecError, "function"),
     (lambda: testing.check_env(CountingEnv, 5), SpecError, "env_args"),  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_invalid_input_is_refused() -> None:
 
 
 class WrongEnv(SpaceEnv):
-    """Returns some values instead of its own from the second step on."""
+    """Environment that returns given values instead of its own from the second step on."""
 
     wrong: Any = None
 

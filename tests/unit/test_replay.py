@@ -1,4 +1,4 @@
-"""An agent replayed over trajectories puts out what it put out when they were collected."""
+"""An agent replayed over trajectories reproduces its outputs during collection."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FeedForwardAgent(nn.Module, Agent):
         self.head = nn.Linear(self.n_inputs, 2)
 
     def output(self, features, noise):
-        # What is zero in padding would spoil the gradient.
+        # Zeros in padding would corrupt the gradient.
         logits = self.head(features / features.norm(dim=1, keepdim=True))
         action, log_probability = sample_categorical(logits, noise)
         output = {"action": action, "logits": logits, "log_probability": log_probability}
@@ -58,7 +58,7 @@ class FeedForwardAgent(nn.Module, Agent):
 
 
 class HistoryAgent(FeedForwardAgent):
-    """Decides by the sum of all frames so far and by its last action."""
+    """Agent that depends on the sum of all frames so far and its last action."""
 
     def require_history(self):
         return True
@@ -74,7 +74,7 @@ class HistoryAgent(FeedForwardAgent):
 
 
 class RecurrentAgent(FeedForwardAgent):
-    """A GRU whose initial state is a parameter, per kind of agent; it is called for it."""
+    """GRU with a learned initial state per kind of agent, created in its first call."""
 
     n_inputs = 8
 
@@ -148,7 +148,7 @@ def test_replay_of_windows_restarts_where_episodes_begin(create_agent, state):
     n_starting = [int(window["initial_state"][:, 0].sum()) for window in windows]
     assert n_starting[0] == N_LANES
     assert min(n_starting) == 0
-    # What an agent that looks back saw before a window is not in it.
+    # A window does not contain the history that an agent saw before it.
     for window in windows[:1] if create_agent is HistoryAgent else windows:
         assert_replayed(replay_agent(create_agent(), window, state=state), window)
 
@@ -187,7 +187,7 @@ def test_the_gradient_equals_that_of_the_unpadded_rows(create_agent, state):
 
 
 class CuriousAgent(AskedForStartAgent):
-    """Notes what it is given."""
+    """Agent that records its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class CuriousAgent(AskedForStartAgent):
 
 def test_the_agent_gets_the_same_keys_and_batch_as_in_collection_or_all_transitions_at_once():
     collected = collect_episodes(CuriousAgent)
-    collected.set("advantage", torch.zeros(8, collected.n_timesteps()))  # a key of the user's
+    collected.set("advantage", torch.zeros(8, collected.n_timesteps()))  # a user-defined key
     keys = STANDARD_KEYS | {"last_action", "noise"}
     steps, at_once = CuriousAgent(), CuriousAgent()
     replay_agent(steps, collected)
@@ -210,7 +210,7 @@ def test_the_agent_gets_the_same_keys_and_batch_as_in_collection_or_all_transiti
 
 
 class WrongAgent(FeedForwardAgent):
-    """Returns some of what it should."""
+    """Agent that returns only part of the required outputs."""
 
     def __init__(self, part):
         super().__init__()

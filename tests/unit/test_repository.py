@@ -1,4 +1,4 @@
-"""What the files of the repository promise: installing, names, figures, links.
+"""Consistency of the repository: installation, names, figures, links.
 
 Programs of documents and tutorials are run in ``tests/tutorials``.
 """
@@ -44,7 +44,7 @@ DOCUMENTS = [
 
 
 def name_of(requirement: str) -> str:
-    """Normalised name of a requirement, without extras, bounds and markers."""
+    """Return the normalised name of a requirement, without extras, bounds and markers."""
     return re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement)[0]).lower()
 
 
@@ -80,7 +80,7 @@ def test_four_core_dependencies_and_every_direct_one_is_bounded_and_pinned() -> 
 
 
 def test_the_library_imports_nothing_but_its_dependencies() -> None:
-    # The annotations of keywords need what torch brings along. annotationlib is Python's from 3.14.
+    # Annotations of keywords need a dependency of torch. annotationlib is in Python from 3.14.
     allowed = CORE | {"rlpool", "typing_extensions", "annotationlib"} | set(sys.stdlib_module_names)
     optional = {"batch": {"tqdm"}, "integrations": {"minari", "stable_baselines3"}}
     foreign = set()
@@ -147,7 +147,7 @@ def test_version_and_date_agree_everywhere_and_with_the_installed_package() -> N
 
 
 def test_no_file_names_a_machine() -> None:
-    # Paths of somebody's checkout or home; a URL's path or a relative one does not count.
+    # Absolute paths of a checkout or home directory; URLs and relative paths do not count.
     here = {re.escape(str(place)[1:]) for place in (REPOSITORY, Path.home()) if place.name}
     places = "|".join(sorted(here | {"home", "root", "Users", "work", "workspace", "opt", "mnt"}))
     machine_path = re.compile(rf"(?<![\w.~/-])/(?:{places})/\w")
@@ -156,7 +156,7 @@ def test_no_file_names_a_machine() -> None:
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     names = [name for name in listed.stdout.split("\0") if (REPOSITORY / name).is_file()]
-    # Virtual environments, whatever the user of a clone has called them.
+    # Virtual environments, under any name.
     environments = tuple(n.removesuffix("pyvenv.cfg") for n in names if n.endswith("/pyvenv.cfg"))
     texts = {
         name: (REPOSITORY / name).read_text(encoding="utf-8", errors="ignore")
@@ -184,7 +184,7 @@ def test_figures_in_documents_match_the_raw_results(monkeypatch: pytest.MonkeyPa
 
 
 def anchors_of(document: str) -> list[str]:
-    """How GitHub names the places of the headings."""
+    """Return GitHub's anchors of the headings."""
     headings = re.findall(r"^#+ (.*)$", text_of(document), flags=re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
@@ -202,7 +202,7 @@ def test_links_resolve() -> None:
 
 def test_every_public_name_has_one_place_in_the_reference() -> None:
     listed = []
-    # A module is shown with the public names of its own that are asked for.
+    # A module is documented with its own public names, as selected.
     entry = r"^::: (\S+)$(?:\n    options:\n      members: \[(.*)\]$)?"
     for name, members in re.findall(entry, text_of("docs/api.md"), re.MULTILINE):
         package, _, short = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Returns and advantages: against plain loops, over ends of episodes and of rows."""
+"""Returns and advantages: compared with plain loops, across ends of episodes and of rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def traces(w: Window, **options: Any) -> Tensor:
 
 
 def plain_loop(w: Window, row: int, kind: str, length: int) -> Any:
-    """The same for one row, one step after another."""
+    """Compute the same for one row, step by step."""
     discount = w.discount.expand_as(w.reward)
     columns = w.reward, w.value, w.next_value, w.terminated, w.done, discount, w.log_ratio.exp()
     each = (column[row, :length].tolist() for column in columns)
@@ -131,7 +131,7 @@ def test_nothing_propagates_across_the_end_of_an_episode(kind: str) -> None:
         tensor[:, 5:] = float("nan")
     got, expected = FUNCTIONS[kind](dirty), FUNCTIONS[kind](clean)
     assert torch.equal(got[..., :5], expected[..., :5])
-    # Where a row stops without an end of an episode, its length tells.
+    # Where a row stops within an episode, its length marks the end.
     clean.done[:, 4] = dirty.done[:, 4] = clean.terminated[:, 4] = dirty.terminated[:, 4] = False
     lengths = torch.tensor([5, 5, 0])
     got = FUNCTIONS[kind](dirty, lengths=lengths)
@@ -141,7 +141,7 @@ def test_nothing_propagates_across_the_end_of_an_episode(kind: str) -> None:
 
 
 def test_factors_of_the_next_episode_do_not_affect_the_previous_one() -> None:
-    # Without limits, what multiplies what follows may become infinite, or be infinite or NaN.
+    # Without clipping, factors of later terms may become infinite, or be infinite or NaN.
     one, done = torch.ones(1, 6), torch.tensor([[False, True, False, False, False, False]])
     for garbage in (30.0, 300.0, float("nan")):
         ratio = torch.zeros(1, 6)

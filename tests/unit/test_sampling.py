@@ -1,4 +1,4 @@
-"""Samples from noise: the right distribution, log-probabilities as torch.distributions has them."""
+"""Samples from noise: the right distribution, log-probabilities as in torch.distributions."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def uniform(*shape: int) -> torch.Tensor:
-    """Noise in multiples of 2**-24."""
+    """Return noise in multiples of 2**-24."""
     return torch.randint(2**24, shape, generator=GENERATOR.manual_seed(5)) * 2.0**-24
 
 
 def extremes(dtype: torch.dtype) -> torch.Tensor:
-    """The smallest noise, the middle, and the largest below 1, which rounding may make 1."""
+    """Return the smallest noise, the middle, and the largest below 1, which may round to 1."""
     largest = 1.0 - torch.finfo(dtype).eps / 2
     return torch.tensor([0.0, 0.5, largest, 1.0 if dtype.itemsize == 2 else largest], dtype=dtype)
 
 
 def squashed(mean: torch.Tensor, log_std: torch.Tensor) -> Any:
-    """A Gaussian through tanh, in float64."""
+    """Return a tanh-squashed Gaussian in float64."""
     base = Normal(mean.double(), log_std.double().exp().expand(mean.shape))
     return Independent(TransformedDistribution(base, [TanhTransform()]), 1)
 

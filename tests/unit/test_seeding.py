@@ -27,7 +27,7 @@ pytestmark = pytest.mark.promise("I2")
 
 
 def start(stream: NoiseStream, lane: int, key: int, step: int = 0) -> None:
-    """Let a lane draw the numbers of the episode with this key."""
+    """Start a lane's noise for the episode with this key."""
     starts = NoiseStarts(np.array([key], np.uint64), stream.tensor.shape[1])
     stream.start(lane, starts[0], step)
 
@@ -38,7 +38,7 @@ def keys_of(root: int, first: int, n_episodes: int) -> list[int]:
 
 
 def draws(key: int, n_noise: int, n_steps: int) -> torch.Tensor:
-    """The noise of one episode, ``[n_steps, n_noise]``."""
+    """Return the noise of one episode, ``[n_steps, n_noise]``."""
     stream = NoiseStream(1, n_noise)
     start(stream, 0, key)
     rows = []
@@ -52,7 +52,7 @@ def draws(key: int, n_noise: int, n_steps: int) -> torch.Tensor:
 
 
 def test_seeds_and_noise_are_the_same_in_every_version() -> None:
-    """Results are reproduced by later versions."""
+    """Later versions reproduce results."""
     root = root_from(42)
     assert root == 104182431639425325838241734009776227195
     assert episode_seeds(root, 5, 3) == [1565781270, 498888824, 1577621407]
@@ -150,7 +150,7 @@ def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours() -> None:
                 continue
             if step >= len(rows) or lengths.random() < 0.5:
                 step = lengths.randrange(len(rows))  # a stream can start at any step
-            start(stream, lane, key, step)  # or go on where it was
+            start(stream, lane, key, step)  # or continue where it was
             running[lane] = key, rows, step
         stream.draw()
         assert stream.tensor.tolist() == [rows[step] for _, rows, step in running]

@@ -1,4 +1,4 @@
-"""Functions of several tensors refuse shapes that do not belong together, and broadcast nothing."""
+"""Functions of several tensors refuse mismatched shapes and do not broadcast."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import rlpool
 from rlpool import DictTensor, SpecError, TemporalDictTensor
 
 B, T, N = 3, 4, 5
-"""Rows, steps, features: no two are equal, so that every wrong shape can be told."""
+"""Rows, steps, features: all different, so that every wrong shape is detected."""
 
 ROW, ROWS, STEPS = torch.arange(B), torch.rand(B, N), torch.rand(B, T)
 IS_END = torch.zeros(B, T, dtype=torch.bool)
 
 
 class Case(NamedTuple):
-    """How a function is called.
+    """Call of a function.
 
     Attributes:
         call: Calls it.
         fitting: Arguments of the right shapes.
-        also: Argument to whether it takes another shape as well.
+        also: Argument to a predicate that accepts further shapes.
     """
 
     call: Callable[..., Any]
@@ -137,7 +137,7 @@ CASES = {
 
 
 def changed(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same values in other shapes."""
+    """Yield the same values in different shapes."""
     yield "with one dimension more", tensor.unsqueeze(-1)
     yield "with a leading dimension", tensor.unsqueeze(0)
     yield "expanded to a leading dimension", tensor.expand(2, *tensor.shape)
@@ -164,7 +164,7 @@ def test_matching_shapes_are_accepted_and_others_refused(name: str) -> None:
             if value.shape == tensor.shape or also.get(argument, never)(value.shape):
                 call(**given)
                 continue
-            with contextlib.suppress(SpecError, IndexError):  # of a row that does not exist
+            with contextlib.suppress(SpecError, IndexError):  # of a nonexistent row
                 call(**given)
                 taken.append(f"{argument} {how}: {list(value.shape)}")
     assert not taken

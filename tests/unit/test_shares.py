@@ -1,4 +1,4 @@
-"""Lanes that are reset together or not at all: what is told of them, and what is refused."""
+"""Lanes that are reset together or not at all: reported seeds, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_reset_serves_a_request_and_its_seed_is_reported() -> None:
 
 
 class Uneven(ArrayEnv):
-    """The episodes of lane *k* have ``2 * k + 1`` steps."""
+    """Environment whose episodes in lane *k* have ``2 * k + 1`` steps."""
 
     def _begin(self, lane: int, length: int) -> None:
         super()._begin(lane, 2 * lane + 1)
@@ -52,7 +52,7 @@ class Uneven(ArrayEnv):
     ("mode", "expected"),
     [
         (AutoresetMode.SAME_STEP, [1, 3, 1, 1, 1, 3, 1, 1, 1]),
-        # A step without an episode follows each of them.
+        # Each is followed by a step without an episode.
         (AutoresetMode.NEXT_STEP, [1, 3, 1, 1, 3, 1, 1, 3, 1]),
     ],
 )

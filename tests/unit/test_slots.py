@@ -1,4 +1,4 @@
-"""Blocks of slots: who owns them."""
+"""Blocks of slots and their owners."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_few_blocks_and_descriptors_are_kept_regardless_of_the_users_results() -
     for block in in_flight[:18]:
         kept.append(torch.from_numpy(next(iter(block.arrays.finals.values()))))
         block.release()
-    # Beyond 16 blocks, those of the user's results are forgotten; two are still in flight.
+    # Beyond 16 blocks, those of the user's results are no longer tracked; two are still in flight.
     assert blocks.forget_surplus() == [block.number for block in in_flight[:4]]
     assert blocks.forget_surplus() == []
     kept.clear()

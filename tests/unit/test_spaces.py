@@ -1,4 +1,4 @@
-"""Actions outside of their space, float64 observations, and the cheaper checks of workers."""
+"""Actions outside their space, float64 observations, and the cheaper checks in workers."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_values_that_float32_cannot_distinguish_are_warned_about_once(
     still = DictTensor({"action": torch.zeros(2, dtype=torch.int64)})
     for keep, values, n_warnings in (
         (False, [1.7e9 + 0.02 * t for t in range(9)], 1),
-        (False, [t - t // 3 + 1e-9 * (t % 3) for t in range(1, 10)], 0),  # most are told apart
+        (False, [t - t // 3 + 1e-9 * (t % 3) for t in range(1, 10)], 0),  # most are distinct
         (False, [1.0 + 1e-15 * t for t in range(9)], 0),  # rounding
         (["time"], [1.7e9 + 0.02 * t for t in range(9)], 0),
     ):
         caplog.clear()
         SAID.clear()
-        # Each lane shows the values, and as ``place`` others that float32 tells apart.
+        # Each lane returns the values, and as ``place`` others that float32 can distinguish.
         pairs = [(np.array([value]), np.array([t * 1e-9])) for t, value in enumerate(values)]
         shown = [dict(zip(("time", "place"), pair, strict=True)) for pair in pairs]
         make = partial(ValueEnv, shown, spaces.Dict(time=box, place=box), 9)

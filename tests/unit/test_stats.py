@@ -1,4 +1,4 @@
-"""What ``stats()`` says of a worker in this process, whose every step is known."""
+"""``stats()`` of a worker in this process, whose every step is known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ looks: list[Callable[[int], None]] = []
 
 
 class LookingEnv(CountingEnv):
-    """Calls the last of ``looks`` in every step, with the number of the step from 1."""
+    """Environment that calls the last of ``looks`` in every step with its number, from 1."""
 
     def step(self, action: Any) -> Any:
         if looks:
@@ -76,7 +76,7 @@ def test_the_state_of_lanes_is_right_in_the_middle_of_a_step(n_timesteps: int) -
     with make(n_timesteps) as batcher:
         seen: list[tuple[int, Stats]] = []
         looks.append(lambda step: seen.append((step, batcher.stats())))
-        for _ in range(MAX_REQUESTS + 1):  # the last one has the first one's place in the record
+        for _ in range(MAX_REQUESTS + 1):  # the last one reuses the first one's place in the record
             batcher.execute(4)
             batcher.get()
     assert [step for step, _ in seen[-20:]] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5] * 2

@@ -1,4 +1,4 @@
-"""Nothing makes the step loop slower unseen: calls of functions per batch step have a budget."""
+"""A budget of function calls per batch step reveals slowdowns of the step loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_calls.py"
 
 
-@pytest.mark.skipif(not SCRIPT.exists(), reason="there are no benchmarks beside these tests")
+@pytest.mark.skipif(not SCRIPT.exists(), reason="there are no benchmarks here")
 def test_a_batch_step_stays_within_its_budget_of_function_calls() -> None:
     run = subprocess.run(
         [sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True, timeout=100.0, check=True

@@ -1,4 +1,4 @@
-"""Memory: its kinds, arrays carved out of it, and how it gets to other processes."""
+"""Memory: its kinds, arrays allocated in it, and its transfer to other processes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_memmap_is_sparse_leaves_no_file_and_can_be_reserved(
 
 
 def _write(memory: Memory, sent: bytes) -> None:
-    memory.close_fd()  # else the forked child would know the memory already
+    memory.close_fd()  # else the forked child would have the memory already
     pickle.loads(sent).root()[5] += 1
 
 

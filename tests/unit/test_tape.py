@@ -1,4 +1,4 @@
-"""Tapes: whatever records an episode, and however it is cut, the same steps are repeated."""
+"""Tapes replay the same steps, regardless of how an episode was recorded and split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_LANES = 3
 
 
 def steps(*actions: float, rewards: Sequence[float] | None = None) -> dict[str, np.ndarray]:
-    """A chunk."""
+    """Return a chunk of steps."""
     chunk: dict[str, Any] = {"action": np.array(actions)}
     return chunk if rewards is None else {**chunk, "reward": np.array(rewards, np.float32)}
 
@@ -34,7 +34,7 @@ def test_steps_are_kept_in_order_however_they_arrive() -> None:
     for number in range(100):
         tape.add(steps(number))
     others = np.array([0.5]), np.arange(20_000), np.array([7]), np.array([[1, 2]])
-    for actions in others:  # of other dtypes and shapes: no bit of them changes
+    for actions in others:  # of different dtypes and shapes: no bit changes
         tape.add({"action": actions})
         expected += actions.tolist()
     assert len(tape.chunks) < 45
@@ -59,7 +59,7 @@ def test_the_bound_holds_after_every_chunk_and_the_latest_steps_are_kept(
         assert tape.n_steps == n_steps
 
 
-# Repeating --------------------------------------------------------------------------------------
+# Replaying --------------------------------------------------------------------------------------
 
 
 def make_env() -> GymEnv:
@@ -67,7 +67,7 @@ def make_env() -> GymEnv:
 
 
 def recorded(n_steps: int) -> Tape:
-    """An episode of a ``CountingEnv`` in lane 1."""
+    """Record an episode of a ``CountingEnv`` in lane 1."""
     env = make_env()
     options = {"length": 20, "id": 3}
     env.reset_lanes([1], [7], [options])
@@ -110,7 +110,7 @@ def test_lanes_are_replayed_together_and_finish_at_the_same_time(makes: Any) -> 
 
 
 def bound(**arguments: Any) -> tuple[LaneTapes, np.ndarray[Any, Any]]:
-    """Tapes, and where the actions are put."""
+    """Return tapes and the buffer of actions."""
     action = np.zeros((N_LANES, 2))
     tapes = LaneTapes(N_LANES, **arguments)
     tapes.bind({"action": action})
@@ -118,7 +118,7 @@ def bound(**arguments: Any) -> tuple[LaneTapes, np.ndarray[Any, Any]]:
 
 
 def first_of(tapes: LaneTapes, lane: int) -> list[float]:
-    """The first number of every action on a lane's tape."""
+    """Return the first number of every action on a lane's tape."""
     tape = tapes.tape(lane)
     assert tape is not None
     found = tape.actions.get("action", np.zeros((0, 1)))[:, 0].tolist()

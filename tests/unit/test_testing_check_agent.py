@@ -1,4 +1,4 @@
-"""``check_agent`` names every check that an agent breaks, and passes those that are fine."""
+"""``check_agent`` names every check that an agent fails, and accepts good agents."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_observations_come_from_functions_environments_and_names() -> None:
 
 
 def acting(function: Callable[..., Any]) -> Callable[[], Agent]:
-    """An agent whose action is a function of the observation."""
+    """Return an agent whose action is a function of the observation."""
     return returning(lambda state, o: (None, DictTensor({"action": function(o)}), None))
 
 
@@ -80,7 +80,7 @@ def state_in_place(state: Any, observation: DictTensor) -> Any:
 
 
 class Counts(ConstantAgent):
-    """Remembers in itself how often it was called."""
+    """Agent that counts its calls in an attribute."""
 
     n_calls = 0
 
@@ -90,7 +90,7 @@ class Counts(ConstantAgent):
 
 
 class Remembers(GruAgent):
-    """Begins an episode with what it remembers of the last one."""
+    """Agent that starts an episode with memory of the previous one."""
 
     def __init__(self) -> None:
         super().__init__(1, 2)

@@ -1,4 +1,4 @@
-"""``check_env`` names every check that an environment breaks, and passes those that are fine."""
+"""``check_env`` names every check that an environment fails, and accepts good ones."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ RESTARTS = AutoresetMode.NEXT_STEP
 
 
 def failed_checks(error: Exception) -> set[str]:
-    """Names of the checks that an error reports."""
+    """Return the names of the checks that an error reports."""
     return set(re.findall(r"^(\w+): ", str(error).partition("\n")[2], re.MULTILINE))
 
 
 class RandomEnv(CountingEnv):
-    """As Gymnasium recommends: all randomness from ``self.np_random``."""
+    """Environment as Gymnasium recommends: all randomness is from ``self.np_random``."""
 
     def _observation(self) -> Any:
         return self.np_random.random(1, np.float32)
@@ -80,7 +80,7 @@ def test_arguments_and_options_reach_the_environment() -> None:
 
 
 class Tampered(CountingEnv):
-    """Counts, except for some methods and spaces."""
+    """``CountingEnv`` with some methods and spaces replaced."""
 
     def __init__(self, space: Any = None, action_space: Any = None, **methods: Any) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ def bad(**changes: Any) -> Callable[[], Tampered]:
 
 
 def observed(function: Callable[[int], Any], space: Any = None) -> Callable[[], Any]:
-    """An environment whose observations are a function of the step."""
+    """Return an environment whose observations are a function of the step."""
     return bad(space=space, _observation=lambda self: function(self.t))
 
 
 def stepping(change: Callable[..., Any]) -> Callable[[], Any]:
-    """An environment whose results of ``step`` a function changes."""
+    """Return an environment whose step results are changed by a function."""
     return bad(step=lambda self, action: change(*CountingEnv.step(self, action)))
 
 
@@ -117,7 +117,7 @@ def draw_numpy() -> float:
 
 
 class Offset(RandomEnv):
-    """Observes what its maker, or its constructor, drew."""
+    """Environment that observes a number drawn by its factory or constructor."""
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_each_defect_is_an_error_of_its_check_alone(name: str, env: Any) -> None
         check_env(env)
     failed = failed_checks(caught.value)
     assert name in failed, str(caught.value)
-    # What differs between the episodes of one instance differs between instances as well.
+    # Differences between episodes of one instance also occur between instances.
     assert failed - {"fresh_instance_repeats", "repeats", "starts_vary"} <= {name}
 
 

@@ -1,6 +1,6 @@
-"""Trajectories: copies and pickles, memory, what is computed lazily, and parts without padding.
+"""Trajectories: copies and pickles, memory, lazy values, and unpadded parts.
 
-Their values are compared with loops by hand in the property tests.
+The property tests compare their values with hand-written loops.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def create_wide(seed: int) -> GymEnv:
 @pytest.mark.promise("I8")
 @pytest.mark.parametrize(("longest", "most"), [(100, 1.06), (101, 2.2)])
 def test_collecting_uses_little_memory_besides_the_result(longest: int, most: float) -> None:
-    lengths = [100] * 31 + [longest]  # one that is longer than a slot, and all have to be copied
-    tracemalloc.start()  # knows of NumPy's memory, in which slots and results are
+    lengths = [100] * 31 + [longest]  # one is longer than a slot, so all have to be copied
+    tracemalloc.start()  # includes NumPy's memory, which holds slots and results
     with EpisodeBatcher(100, 32, ConstantAgent, {}, create_wide, {}, n_threads=0) as batcher:
         batcher.execute(32, env_info={"length": lengths})
         got = batcher.get()

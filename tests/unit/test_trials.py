@@ -29,7 +29,7 @@ ZERO = np.zeros(2, np.float32)
 
 
 def run(env: Any, **reset: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """The first observation and the results of all steps of a trial."""
+    """Return the first observation and the results of all steps of a trial."""
     observation, _ = env.reset(**reset)
     results = [env.step(ZERO)]
     while not (results[-1][2] or results[-1][3]):
@@ -49,7 +49,7 @@ def test_a_trial_is_several_episodes_on_one_task(
     env = VariBadWrapper(TaskEnv(length, limit), n_episodes, oracle, show_start=show_start)
     assert (env.horizon_bamdp, env.done_mdp) == (n_episodes * limit, True)
     n_steps = min(length, limit)
-    for task in (4, 2):  # nothing is left of an earlier trial
+    for task in (4, 2):  # nothing is kept from an earlier trial
         first, results = run(env, task=task)
         assert first == observed(0, False)
         assert len(results) == n_episodes * n_steps
@@ -57,7 +57,7 @@ def test_a_trial_is_several_episodes_on_one_task(
             t = (number - 1) % n_steps + 1
             is_end, is_last = t == n_steps, number == len(results)
             begins = is_end and not is_last
-            # The last observation of an episode has the flag; what follows is of the next one.
+            # The last observation of an episode has the flag; the next one starts a new episode.
             shown = observed(0, False) if begins and show_start else observed(t, is_end)
             assert observation.tolist() == shown
             assert env.observation_space.contains(observation)
@@ -95,7 +95,7 @@ def test_actions_are_clipped_and_scaled_to_the_space(space: spaces.Box, expected
 
 
 class TakingEnv(TaskEnv):
-    """Takes its settings out of the options."""
+    """Environment that pops its settings from the options."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         result = super().reset(seed=seed, options=copy.deepcopy(options))
@@ -115,7 +115,7 @@ def test_the_task_is_an_argument_or_option_and_every_episode_gets_the_other_opti
 
 
 def rows_of(env: Any, **reset: Any) -> list[Any]:
-    """What a trial shows, from the first observation to the last."""
+    """Return the observations of a trial, from the first to the last."""
     first, results = run(env, **reset)
     return [first, *(r[0].tolist() for r in results)]
 
@@ -149,7 +149,7 @@ def test_a_legacy_environment_works() -> None:
     assert (env.horizon_bamdp, env.n_tasks) == (4, 7)
     expected = [[t, 3, 3, -3, flag] for t, flag in ((0, 0), (1, 0), (2, 1), (1, 0), (2, 1))]
     assert [first, *(r[0].tolist() for r in results)] == expected
-    # It has no way to say that its time ran out: its limit is kept for it.
+    # It cannot report truncation itself, so the wrapper enforces its limit.
     assert results[-1][2:4] == (False, True)
 
 

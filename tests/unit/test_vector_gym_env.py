@@ -1,4 +1,4 @@
-"""VectorGymEnv: the bits of a GymEnv, by one call per step; errors, and what can be seeded."""
+"""VectorGymEnv: results identical to a GymEnv with one call per step; errors, and seeding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEXT_STEP = AutoresetMode.NEXT_STEP
 
 
 def lanes_of(env: Any, **arguments: Any) -> VectorGymEnv:
-    """Three lanes, reset with the seeds 0, 1, 2."""
+    """Return three lanes, reset with the seeds 0, 1, 2."""
     vec = VectorGymEnv(env, 0, **arguments)
     vec.reset_lanes(ALL, ALL, [None] * 3)
     return vec
@@ -87,12 +87,14 @@ def test_a_batch_step_is_one_call_and_a_reset_one_call_per_distinct_options() ->
 
 
 def test_idle_lanes_get_the_first_running_lanes_action_and_are_reset_after_their_end() -> None:
-    vec = lanes_of(ArrayEnv(3), seeding="episode")  # which refuses other actions, and steps
+    vec = lanes_of(ArrayEnv(3), seeding="episode")  # which refuses other actions and steps
     given = {"length": 30}
     vec.reset_lanes([1], [9], [given])
-    assert given == {"length": 30}  # the environment has taken it out of a copy
+    assert given == {"length": 30}  # the environment has popped it from a copy
     for step in range(30):
-        actions = {"action": np.array([10**9, step, -1])}  # others' rows may hold anything
+        actions = {
+            "action": np.array([10**9, step, -1])
+        }  # the rows of other lanes may hold anything
         assert vec.step_lanes([1], actions) == [1] * (step == 29)
     assert vec.current["frame"][1, 2] == sum(range(30))
 
@@ -135,7 +137,7 @@ def test_gymnasiums_async_vector_environments_are_refused_and_closed() -> None:
     assert not worker_pids()
 
 
-# What can be seeded -----------------------------------------------------------------------------
+# Seeding ----------------------------------------------------------------------------------------
 
 SAME = "the same number of workers and lanes"
 

@@ -1,4 +1,4 @@
-"""Signals are not lost, and descriptors are given back."""
+"""Signals are not lost, and descriptors are released."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wake(asleep: memoryview) -> Iterator[Wake]:
 
 
 class Clock:
-    """Stands still but for the time for which another program takes the core at every yield."""
+    """Clock that advances only while another program uses the core, at every yield."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -55,7 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def n_looks(wake: Wake) -> int:
-    """Begin to wait; returns how many pauses there are before a sleep."""
+    """Begin to wait and return the number of pauses before a sleep."""
     wake.begin()
     n = 1
     while not wake.pause(LONG_S):
@@ -77,12 +77,12 @@ def test_a_signal_ends_the_wait_until_the_wake_is_closed() -> None:
         assert is_signalled(wake)
         assert wake.wait() == n
     wake.close()
-    taken = os.dup(0)  # takes a number that was closed
+    taken = os.dup(0)  # reuses a closed descriptor number
     wake.close()
     os.close(taken)
     with pytest.raises(OSError, match="Bad file descriptor"):
         wake.signal()
-    Wake()  # nobody keeps it
+    Wake()  # not kept
     assert set(os.listdir("/dev/fd")) == before
 
 
@@ -102,7 +102,7 @@ def test_no_signal_is_lost_at_any_time(wake: Wake, clock: Clock) -> None:
         for _ in range(when):
             wake.pause(LONG_S)
         signals: list[None] = []
-        # After the look before this pause, and in the middle of it.
+        # After the check before this pause, and in the middle of it.
         clock.at_a_look = lambda signals=signals: signals or signals.append(wake.signal())
         sleep_s = wake.pause(LONG_S)
         clock.at_a_look = None
@@ -117,7 +117,7 @@ def test_a_late_visible_write_costs_only_a_short_sleep(wake: Wake, asleep: memor
     wake.begin()
     while not (first_s := wake.pause(LONG_S)):
         pass
-    asleep[0] = 0  # as the other process sees it
+    asleep[0] = 0  # as seen by the other process
     wake.signal()
     asleep[0] = 1
     assert not is_signalled(wake)
@@ -130,7 +130,7 @@ def test_polling_stops_while_another_program_uses_the_core(wake: Wake, clock: Cl
     clock.taken_s = 0.003
     assert n_looks(wake) == 3
     for _ in range(3):
-        assert n_looks(wake) == 2  # one, and one after saying that it sleeps
+        assert n_looks(wake) == 2  # one, and one after announcing its sleep
         clock.now_s += 0.04
     clock.now_s, clock.taken_s = clock.now_s + 0.05, 0.0
     assert n_looks(wake) > 400

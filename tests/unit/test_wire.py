@@ -1,4 +1,4 @@
-"""The pipe between caller and worker: nothing waits, nothing is lost, the order stays."""
+"""The pipe between caller and worker: nothing blocks, nothing is lost, order is preserved."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_unsendable_descriptors_are_closed_and_not_announced(
     message, received = there.receive()
     assert (message, received.root()[0]) == (LARGE, 1)
     assert len(os.listdir("/proc/self/fd")) == before
-    while here.events == select.POLLIN:  # the pipe takes no more
+    while here.events == select.POLLIN:  # the pipe is full
         here.send("small")
     here.send("unsent", memory)
     assert len(os.listdir("/proc/self/fd")) == before + 1
