@@ -1,1 +1,1 @@
-"""A conformance suite for experience collectors: what comes back, from whom, and after what."""
+"""A conformance suite for experience collectors: data, selection, seeds, faults, limits."""

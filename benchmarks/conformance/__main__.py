@@ -26,7 +26,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlpoo
 
 
 def environment(library: str, python: str, cache: Path | None) -> str:
-    """The interpreter of a library's own environment, which is made where it does not exist."""
+    """Return the interpreter of a library's virtual environment, which is created if missing."""
     if cache is None:
         return python
     module = LIBRARIES[library].partition(":")[0]
@@ -41,7 +41,7 @@ def environment(library: str, python: str, cache: Path | None) -> str:
 
 
 def describe(python: str, library: str) -> dict[str, Any]:
-    """What an adapter says of itself; ``start_s`` includes the time that its import takes here."""
+    """Return an adapter's description; ``start_s`` includes its import time on this machine."""
     started = time.monotonic()
     command = [python, "-m", "benchmarks.conformance.cell", library, "/dev/stdout"]
     found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -50,7 +50,7 @@ def describe(python: str, library: str) -> dict[str, Any]:
 
 
 def run(python: str, library: str, names: list[str], about: dict[str, Any]) -> tuple[dict, str]:
-    """Cells of checks that share a process, or several where one hangs or ends it, and a log."""
+    """Run checks in one process, or several if a check hangs or ends it; return cells and a log."""
     cells: dict[str, Any] = {}
     lacks, intended, log = about["lacks"], about["intended"], ""
     for name in names:
@@ -67,7 +67,7 @@ def run(python: str, library: str, names: list[str], about: dict[str, Any]) -> t
 
 
 def show(library: str, name: str, python: str) -> int:
-    """One cell: the property, what was expected and what came, in at most twenty lines."""
+    """Print one cell: the property, the expected and the actual value, in at most twenty lines."""
     cells, log = run(python, library, [name], describe(python, library))
     cell = cells[name]
     print(f"{library}, {name}: {cell['status']}, {cell['seconds']:.1f} s")

@@ -1,4 +1,4 @@
-"""Run checks of one library in this process. A line of JSON per event goes to a file."""
+"""Run checks of one library in this process and write a JSON line per event to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.conformance.interface import Collector
 
 
 def judge(name: str, adapter: type[Collector], report: object) -> tuple[str, str]:
-    """The colour of one cell, and what was seen."""
+    """Return the colour of one cell and its message."""
     check = CHECKS[name]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         library = Library(adapter, folder, lambda: report("ready"))
@@ -25,20 +25,20 @@ def judge(name: str, adapter: type[Collector], report: object) -> tuple[str, str
             return "red", str(difference)
         except BaseException as error:
             if check.signal is not None and library.is_ready:
-                raise  # whatever ends the process after the signal
+                raise  # any exception that ends the process after the signal
             print(expect.text_of(error), file=sys.stderr)
             return "red", f"raised {type(error).__name__}: {error}"
     return "green", ""
 
 
 def main(library: str, path: str, *names: str) -> None:
-    """Report what the adapter says of itself, and run the checks in their order."""
+    """Report the adapter's description and run the checks in order."""
 
     def report(event: str, **more: object) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, **more}) + "\n")
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was started with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even if it was started with &
     adapter = adapters.load(library)
     about = {key: getattr(adapter, key) for key in ("lacks", "intended", "start_s")}
     report("adapter", version=adapter.version(), **about)

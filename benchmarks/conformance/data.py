@@ -1,4 +1,4 @@
-"""Policies, and what checks do with the data that comes back."""
+"""Policies, and operations of checks on the returned data."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from benchmarks.conformance.checks import Library
 from benchmarks.conformance.envs import STEP
 from benchmarks.conformance.interface import Collector, Steps
 
-PART = 13  # steps of a window, of which checks collect two
+PART = 13  # steps of a window; checks collect two windows
 
 
 def alternating(observation: np.ndarray) -> np.ndarray:
-    """The parity of the step that is observed."""
+    """Return the parity of the observed step."""
     return observation[:, STEP].astype(np.int64) % 2
 
 
 def last_row(observation: np.ndarray) -> np.ndarray:
-    """Action 1 for the last of the environments that a process acts for, 0 for the others."""
+    """Return action 1 for the last environment of a batch, 0 for the others."""
     return (np.arange(len(observation)) == len(observation) - 1).astype(np.int64)
 
 
 def leaning(observation: np.ndarray) -> np.ndarray:
-    """CartPole's balance, for some dozens of steps."""
+    """Balance CartPole's pole for some dozens of steps."""
     return (observation[:, 2] > 0).astype(np.int64)
 
 
 def numbers(observation: np.ndarray) -> np.ndarray:
-    """Tag, length and step of each observation of ``Numbered``, ``[T, 3]``."""
+    """Return tag, length and step of each observation of ``Numbered``, ``[T, 3]``."""
     return np.asarray(observation).reshape(len(observation), -1)[:, :3]
 
 
 def steps(observation: np.ndarray) -> np.ndarray:
-    """The step of each observation."""
+    """Return the step of each observation."""
     return numbers(observation)[:, STEP]
 
 
 def window(collector: Collector) -> list[Steps]:
-    """Two windows in a row, joined."""
+    """Return two consecutive windows, joined."""
     return list(map(join, collector.window(PART), collector.window(PART)))
 
 
 def join(first: Steps, second: Steps) -> Steps:
-    """Two pieces that follow each other, as one."""
+    """Join two consecutive segments."""
     pairs = [(getattr(first, each.name), getattr(second, each.name)) for each in fields(Steps)]
     *arrays, infos = (None if pair[0] is None else pair for pair in pairs)
     info = infos and [*infos[0], *infos[1]]
@@ -55,7 +55,7 @@ def join(first: Steps, second: Steps) -> Steps:
 
 
 def collected(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
-    """All that the library can collect: joined windows, and episodes."""
+    """Return all data that the library can collect: joined windows, and episodes."""
     streams = []
     with library.open(*args, **arguments) as collector:
         if library.has("window"):
@@ -67,7 +67,7 @@ def collected(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
 
 
 def cut(stream: Steps) -> list[Steps]:
-    """A stream in pieces, each of which ends with an episode, or where the stream does."""
+    """Split a stream into segments that end with an episode or with the stream."""
     ends = np.flatnonzero(np.asarray(stream.terminated) | np.asarray(stream.truncated)) + 1
     borders = [0, *ends.tolist(), len(stream)]
     pieces = [stream[slice(*pair)] for pair in itertools.pairwise(borders)]
@@ -75,12 +75,12 @@ def cut(stream: Steps) -> list[Steps]:
 
 
 def pieces(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
-    """All that the library can collect, cut at the ends of episodes."""
+    """Return all data that the library can collect, split at the ends of episodes."""
     return [each for stream in collected(library, *args, **arguments) for each in cut(stream)]
 
 
 def ended(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
-    """Those pieces that an end closes."""
+    """Return the segments that end with an episode."""
     found = pieces(library, *args, **arguments)
     found = [each for each in found if each.terminated[-1] or each.truncated[-1]]
     expect.holds("episodes that end among what was collected", found)
@@ -88,7 +88,7 @@ def ended(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
 
 
 def finished(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
-    """Episodes of ``Numbered`` that were collected from their reset to their end."""
+    """Return the episodes of ``Numbered`` that were collected from reset to end."""
     found = ended(library, *args, **arguments)
     found = [each for each in found if steps(each.observation)[0] == 0]
     expect.holds("complete episodes among what was collected", found)
@@ -96,7 +96,7 @@ def finished(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
 
 
 def after(episode: Steps) -> np.ndarray:
-    """The next observations of an episode, which have to be there."""
+    """Return the next observations of an episode, which must exist."""
     if episode.next_observation is None:
         raise expect.Unexpected("expected the observation after each step, none is returned")
     return np.asarray(episode.next_observation)

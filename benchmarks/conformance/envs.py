@@ -1,4 +1,4 @@
-"""A scripted environment: every observation says which episode and step it belongs to."""
+"""A scripted environment whose observations identify their episode and step."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ import gymnasium as gym
 import numpy as np
 
 NUMBERED = "conformance/Numbered-v0"
-TAG, LENGTH, STEP = 0, 1, 2  # what the first three numbers of an observation are
+TAG, LENGTH, STEP = 0, 1, 2  # the first three numbers of an observation
 FLAGS = ("terminated", "truncated")
-SHORT, LONG = 2, 40  # lengths of episodes that differ much
+SHORT, LONG = 2, 40  # very different episode lengths
 SCRIPT = {"lengths": (3, 5), "ends": "truncated", "dtype": "float32", "shape": (3,), "base": 0.0}
 SCRIPT |= {"reuse": False, "global_random": False, "slow_s": 0.0, "helper": False, "forks": False}
 SCRIPT |= {"fault": "", "where": "step", "after": 0, "once": "", "log": ""}
 
 
 class Unpicklable(Exception):
-    """An exception that no other process can be sent."""
+    """An exception that cannot be sent to another process."""
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError("this exception cannot be pickled")
 
 
 class Numbered(gym.Env):
-    """Shows ``[tag, length, step]`` plus ``base`` and pays the number of the step.
+    """Observes ``[tag, length, step]`` plus ``base``; the reward is the number of the step.
 
     The tag is drawn from the environment's generator at each reset, or is the option ``level``. It
-    decides about the rest of the episode. Steps are counted from 0. The reward of a step is its
+    determines the rest of the episode. Steps are counted from 0. The reward of a step is its
     number, from 1, plus 1,000 times the action, plus ``base``.
 
     Its keyword arguments, with the defaults of ``SCRIPT``:
 
     Args:
-        lengths: Of episodes, all equally likely.
-        ends: With the flag "terminated" or "truncated".
-        dtype: Of observations.
-        shape: Of observations, of which the first three numbers count.
+        lengths: Episode lengths, all equally likely.
+        ends: Flag at the end of episodes, "terminated" or "truncated".
+        dtype: Dtype of observations.
+        shape: Shape of observations; only the first three numbers are used.
         base: Added to observations and rewards.
         reuse: Return the same array and the same info each time, changed in place.
         global_random: Draw the tag from NumPy's global generator.
-        slow_s: How long a step takes in a quarter of the episodes.
-        fault: What goes wrong: a key of ``FAULTS``.
-        where: In "init", "reset" or "step".
-        after: How many steps of this environment go well before.
-        once: Only a step with action 1 fails, and only that of the environment that creates this
-            file.
-        log: A file for a line per first step of an episode, with the tag and the process, and one
+        slow_s: Duration of a step in a quarter of the episodes.
+        fault: Kind of fault, a key of ``FAULTS``.
+        where: Place of the fault: "init", "reset" or "step".
+        after: Number of this environment's steps that succeed first.
+        once: Only a step with action 1 fails, and only in the environment that creates this file.
+        log: File that gets a line with tag and process at the first step of an episode, and one
             per ``close``.
         helper: Start a process that ``close`` ends.
         forks: Compute each reset in a process of ``multiprocessing``.
@@ -122,7 +121,7 @@ class Numbered(gym.Env):
 
 
 def is_slow(tag: int) -> bool:
-    """Whether an episode is one of those that may be slow."""
+    """Whether an episode is among those that may be slow."""
     return tag % 8 >= 6
 
 

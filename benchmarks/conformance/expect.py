@@ -1,4 +1,4 @@
-"""Comparisons of checks. What they raise says what was expected and what came."""
+"""Comparisons for checks. Their errors give the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 
 
 class Unexpected(Exception):
-    """Something else came than was expected: a red cell."""
+    """An unexpected value: a red cell."""
 
 
 def equal(what: str, got: Any, expected: Any) -> None:
-    """Compare numbers or arrays, whatever their dtype."""
+    """Compare numbers or arrays of any dtype."""
     got, expected = np.asarray(got), np.asarray(expected)
     if got.shape != expected.shape or not (got == expected).all():
         raise Unexpected(f"{what}: expected {expected.tolist()}, got {got.tolist()}")
 
 
 def holds(what: str, condition: Any) -> None:
-    """Expect something that is said in words."""
+    """Expect a condition that is described in words."""
     if not condition:
         raise Unexpected(f"expected {what}")
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> BaseException:
-    """What a call raises, which it has to; ``SystemExit`` counts as well."""
+    """Return the exception that a call must raise; ``SystemExit`` counts as well."""
     try:
         call(*args)
     except KeyboardInterrupt:
@@ -38,5 +38,5 @@ def error_of(call: Callable[..., Any], *args: Any) -> BaseException:
 
 
 def text_of(error: BaseException) -> str:
-    """An error and its causes, with notes and tracebacks."""
+    """Return the text of an error and its causes, with notes and tracebacks."""
     return "".join(traceback.format_exception(error))

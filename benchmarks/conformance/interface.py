@@ -1,4 +1,4 @@
-"""What an adapter of a library implements, in terms of NumPy.
+"""The interface that an adapter of a library implements, in terms of NumPy.
 
 The library is used as its own documentation recommends. The adapter translates arguments and
 results and repairs nothing: if the library lacks the final observation, so does the result.
@@ -28,19 +28,18 @@ NO_TARGETS = {"n_step": "computes no n-step returns", "targets": "computes no ta
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run. All of it can be pickled.
+    """A run to perform. All attributes can be pickled.
 
     Attributes:
-        env_id: Of the environment.
+        env_id: Id of the environment.
         env_args: Keyword arguments of ``gymnasium.make``.
         policy: Maps observations, one row per environment, to int64 actions; keeps no state.
-        n_envs: Environments in all.
-        n_workers: Processes that share them; a library with one per environment takes ``n_envs``.
-        seed: Of the run.
-        options: For ``reset``, from the first episode on.
-        info_keys: Integers of infos that are wanted, for libraries that need to know in advance.
-        frame_stack: How many frames the library's stacking shows, along the first axis, the oldest
-            first.
+        n_envs: Total number of environments.
+        n_workers: Processes that share them; a library with one per environment uses ``n_envs``.
+        seed: Seed of the run.
+        options: Options of ``reset``, from the first episode on.
+        info_keys: Requested integers in infos, for libraries that need to know them in advance.
+        frame_stack: Number of frames stacked by the library, along the first axis, oldest first.
         timeout_s: The limit for a step that hangs, where the library lets its user set one.
     """
 
@@ -57,23 +56,23 @@ class Job:
 
     @property
     def make_env(self) -> Callable[[], gym.Env]:
-        """Makes one environment, in any process."""
+        """Create one environment, in any process."""
         return partial(envs.make, self.env_id, **self.env_args)
 
     @property
     def make_stacked_env(self) -> Callable[[], gym.Env]:
-        """The same with Gymnasium's stack of frames, for libraries that recommend it."""
+        """Create one with Gymnasium's frame stacking, for libraries that recommend it."""
         return partial(envs.make, self.env_id, frame_stack=self.frame_stack, **self.env_args)
 
 
 @dataclass
 class Steps:
-    """Consecutive transitions of one environment in the order in which they happened, ``[T, ...]``.
+    """Consecutive transitions of one environment in time order, ``[T, ...]``.
 
-    The arrays are those of the library, without a copy where it hands out arrays or tensors. Steps
-    that it marks as padding or as a mere reset are left out. ``next_observation`` is what the
-    library says came after the step, ``info`` what came with it, as one dict per step; both are
-    None where it returns no such thing.
+    The arrays are the library's own, without a copy if it returns arrays or tensors. Steps that it
+    marks as padding or as a mere reset are omitted. ``next_observation`` is the observation after
+    the step according to the library, ``info`` the info of the step, as one dict per step; both
+    are None if the library does not return them.
     """
 
     observation: np.ndarray
@@ -93,25 +92,25 @@ class Steps:
 
     @classmethod
     def stack(cls, rows: Sequence[tuple]) -> Steps:
-        """Of one tuple per step, with the fields in their order."""
+        """Build from one tuple per step, with the fields in order."""
         *columns, infos = zip(*rows, strict=True)
         return cls(*map(np.stack, columns), list(infos))
 
 
 class Collector:
-    """One library's way to collect. Adapters inherit and implement what the library has.
+    """One way of collecting with a library. Adapters implement the methods that it supports.
 
     Attributes:
         package: The distribution whose version is shown.
-        lacks: Capabilities that the library does not have, and why: checks that need them are grey.
+        lacks: Missing capabilities with reasons: checks that need them are grey.
             "environments" (it runs Gymnasium environments written in Python), "window", "episodes",
             "evaluate", "n_step" and "targets" (the methods below), "infos" (in results), "options"
             (of ``reset``), "seed", "workers" (processes that step environments), "worker_count" (a
-            number of processes apart from that of environments), "frame_stack".
-        intended: Checks whose failure the library documents as intended: a quotation, an address.
-        start_s: What its processes may take to start, in seconds, on top of each deadline and of
-            the time that its import takes.
-        opened: What an adapter opens at the first request, where it cannot do so in ``open``.
+            number of processes independent of that of environments), "frame_stack".
+        intended: Checks whose failure the library documents as intended, with quotation and URL.
+        start_s: Additional seconds for the start of its processes, on top of each deadline and of
+            its import time.
+        opened: Object that an adapter opens at the first request if it cannot do so in ``open``.
         at_end: Callbacks that close it.
     """
 
@@ -126,42 +125,42 @@ class Collector:
         self.open(job)
 
     def open(self, job: Job) -> None:
-        """Make the library's environments and collector, unless that has to wait for a request."""
+        """Create the library's environments and collector, unless this must wait for a request."""
 
     def window(self, n_steps: int) -> list[Steps]:
-        """The next steps of every environment, in an order of environments that stays.
+        """Return the next steps of every environment, in a fixed order of environments.
 
-        Environments restart by themselves and go on from window to window. All windows of one
+        Environments restart automatically and continue from window to window. All windows of one
         collector have the same number of steps.
         """
 
     def episodes(self, n: int) -> list[Steps]:
-        """Complete episodes, in the order of the library; each request begins new ones."""
+        """Return complete episodes in the library's order; each request starts new ones."""
 
     def evaluate(self, n: int) -> list[float]:
-        """The returns of ``n`` episodes by the library's own function.
+        """Return the returns of ``n`` episodes by the library's own function.
 
-        One number, their mean, where the library returns no more than that.
+        The result is a single number, their mean, if the library does not return more.
         """
 
     def n_step(self, n_steps: int, n: int, gamma: float) -> Steps:
-        """A window by way of the library's n-step returns, its transitions in any order.
+        """Return a window with the library's n-step returns, its transitions in any order.
 
-        ``reward`` is the discounted sum, ``next_observation`` what it is bootstrapped from.
+        ``reward`` is the discounted sum, ``next_observation`` the observation to bootstrap from.
         """
 
     def targets(
         self, n_steps: int, value: Callable[[np.ndarray], np.ndarray], gamma: float
     ) -> list[tuple[Steps, np.ndarray]]:
-        """A window and the library's targets of a value function for each step, with lambda 1."""
+        """Return a window and the library's value targets for each step, with lambda 1."""
 
     def close(self) -> None:
-        """Close by the library's own means."""
+        """Close with the library's own function."""
         self.at_end.close()
 
     @classmethod
     def version(cls) -> str:
-        """Of the library, or that it is the one of this checkout."""
+        """Return the library's version, or that it is this checkout."""
         try:
             return importlib.metadata.version(cls.package)
         except importlib.metadata.PackageNotFoundError:
@@ -169,19 +168,19 @@ class Collector:
 
 
 class Stepping(Collector):
-    """A collector over a library that steps environments.
+    """A collector over a library that only steps environments.
 
-    Adapters set ``envs`` and ``observation``, and step.
+    Adapters set ``envs`` and ``observation``, and implement ``step``.
     """
 
     envs: Any
     observation: np.ndarray
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, Sequence[tuple | None]]:
-        """What to act on next, and for each environment what came of its action.
+        """Return the next observation to act on, and each environment's result of its action.
 
-        That is ``(reward, terminated, truncated, next_observation, info)``, or None where the
-        library says that the step was a mere reset.
+        A result is ``(reward, terminated, truncated, next_observation, info)``, or None if the
+        library reports the step as a mere reset.
         """
 
     def window(self, n_steps: int) -> list[Steps]:

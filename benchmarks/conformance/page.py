@@ -1,4 +1,4 @@
-"""Write docs/conformance.md from results and the texts of page.md."""
+"""Write docs/conformance.md from the results and the template page.md."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 
 
 def row(*cells: object) -> str:
-    """Of a table, without blanks."""
+    """Return a row of a table, without blanks."""
     return f"|{'|'.join(map(str, cells))}|"
 
 
 def summary(columns: dict[str, Any]) -> Iterator[str]:
-    """Versions, dates and numbers of cells."""
+    """Yield the table of versions, dates and counts of cells."""
     yield row("library", "version", "date", *SIGNS.values())
     yield row(*["---"] * (3 + len(SIGNS)))
     for name, column in columns.items():
@@ -30,7 +30,7 @@ def summary(columns: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(columns: dict[str, Any]) -> Iterator[str]:
-    """One per group, with a link to each check's thread."""
+    """Yield one table per group, with a link to each check's thread."""
     for group in GROUPS:
         yield f"\n## {group.capitalize()}\n\n{row('check', *columns)}"
         yield row(*["---"] * (1 + len(columns)))
@@ -41,7 +41,7 @@ def tables(columns: dict[str, Any]) -> Iterator[str]:
 
 
 def failed(columns: dict[str, Any]) -> Iterator[str]:
-    """The red cells of each column."""
+    """Yield the red cells of each column."""
     for name, column in columns.items():
         found = [(each, column["cells"].get(each, {"status": ""})) for each in CHECKS]
         red = [f"`{each}` ({brief(cell)})" for each, cell in found if cell["status"] == "red"]
@@ -49,7 +49,7 @@ def failed(columns: dict[str, Any]) -> Iterator[str]:
 
 
 def brief(cell: dict[str, Any]) -> str:
-    """The first words of what was seen."""
+    """Return the first words of a cell's message."""
     head, differs, _ = cell["message"].partition(": expected")
     text = f"wrong {head}" if differs else head.removeprefix("raised ")
     words = re.sub(r"[\[|`].*", "", " ".join(text.split())).split()
@@ -57,7 +57,7 @@ def brief(cell: dict[str, Any]) -> str:
 
 
 def notes(columns: dict[str, Any], status: str, text: str) -> Iterator[str]:
-    """Each text once, with the columns that it is about."""
+    """Yield each text once, with the columns it applies to."""
     names: dict[str, dict[str, None]] = {}
     for name, column in columns.items():
         for check in (each for each in CHECKS if each in column["cells"]):
@@ -67,7 +67,7 @@ def notes(columns: dict[str, Any], status: str, text: str) -> Iterator[str]:
 
 
 def write(results: dict[str, Any], path: Path) -> None:
-    """The page."""
+    """Write the page."""
     columns = {name: results[name] for name in LIBRARIES if name in results}
     parts = {"SUMMARY": summary(columns), "TABLES": tables(columns), "FAILED": failed(columns)}
     parts |= {"INTENDED": notes(columns, "intended", "`{check}`: {reason}")}

@@ -1,4 +1,4 @@
-"""Run a process of checks with deadlines, and see what it leaves behind."""
+"""Run a process of checks with deadlines, and detect anything it leaves behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOUNT = 'mount -t tmpfs -o size="$1"m tmpfs /dev/shm && shift && exec "$@"'
 
 @functools.cache
 def namespace() -> tuple[str, ...]:
-    """A command that runs another one with a /dev/shm of its own; empty where none may."""
+    """Return a command prefix that provides a private /dev/shm; empty where not permitted."""
     options = ["-m"] if os.geteuid() == 0 else ["-Urm"]
     command = ("unshare", *options, "sh", "-c", MOUNT, "sh")
     works = shutil.which("unshare") and subprocess.call([*command, "64", "true"]) == 0
@@ -36,14 +36,14 @@ def namespace() -> tuple[str, ...]:
 
 
 def with_shared_memory(shm_mb: int) -> list[str]:
-    """A prefix that limits /dev/shm, or where it cannot, the size of any file below 64 MB."""
+    """Return a prefix that limits /dev/shm, or else the size of any file to below 64 MB."""
     if namespace():
         return [*namespace(), str(shm_mb)]
     return ["prlimit", f"--fsize={shm_mb * 2**20}"] if shm_mb < 1024 else []
 
 
 class Watched:
-    """A process that runs some checks of a library, and all that it starts."""
+    """A process that runs some checks of a library, and all its descendants."""
 
     def __init__(self, python: str, library: str, names: list[str], start_s: float) -> None:
         self.names, self.cells, self.about, self.token = names, {}, {}, uuid.uuid4().hex
@@ -62,7 +62,7 @@ class Watched:
         self.shm, self.shm_before = -1, set()
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """The cells of all checks that began, the last of which may have hung."""
+        """Return the cells of all checks that started; the last one may have hung."""
         while self.process.poll() is None:
             self.read()
             if time.monotonic() - self.since > self.limit():
@@ -77,14 +77,14 @@ class Watched:
         return self.cells
 
     def limit(self) -> float:
-        """Seconds that may pass since the last event."""
+        """Return the seconds allowed since the last event."""
         if not self.about:
             return IMPORT_S + self.start_s
         is_ending = self.signalled or not self.current
         return self.start_s + (END_S if is_ending else DEADLINE_S[CHECKS[self.current].group])
 
     def read(self) -> None:
-        """Take in what the process has reported."""
+        """Read the events reported by the process."""
         text = self.report.read_text(encoding="utf-8") if self.report.exists() else ""
         lines = text.split("\n")[:-1]
         for line in lines[self.n_read :]:
@@ -92,7 +92,7 @@ class Watched:
         self.n_read = len(lines)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """One event."""
+        """Handle one event."""
         self.since, kind = time.monotonic(), event.pop("event")
         if kind == "adapter":
             self.about = event
@@ -113,13 +113,13 @@ class Watched:
             send(self.process.pid, number)
 
     def finish(self, status: str, message: str) -> None:
-        """The cell of the check that is running, or of the only one that has run."""
+        """Record the cell of the running check, or of the only one that has run."""
         cell = {"status": status, "message": message}
         cell["seconds"] = round(time.monotonic() - self.since, 1)
         self.cells[self.current or self.names[0]] = cell
 
     def judge_end(self) -> None:
-        """After the process has ended: was it meant to, and what is left?"""
+        """Check that the process was supposed to end, and that nothing is left behind."""
         if (self.current and not self.signalled) or not (self.current or self.cells):
             self.finish("red", f"the process ended with code {self.process.returncode}")
         elif self.current:
@@ -133,7 +133,7 @@ class Watched:
                 self.finish("red", f"left {LEFT_S} s after the end: {', '.join(left)}")
 
     def left(self) -> list[str]:
-        """Processes and files in /dev/shm that are left."""
+        """Return the processes and files in /dev/shm that are left."""
         found = []
         for pid in self.marked():
             with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ class Watched:
         return found + [f"/dev/shm/{name}" for name in sorted(now - self.shm_before)]
 
     def marked(self) -> list[int]:
-        """Processes that inherited the token of this run."""
+        """Return the processes that inherited the token of this run."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ class Watched:
         return found
 
     def end(self) -> None:
-        """End all that is left, whatever it is."""
+        """End all processes and delete all files that are left."""
         while pids := self.marked():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

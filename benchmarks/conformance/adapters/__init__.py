@@ -1,7 +1,7 @@
-"""One module per library, with a subclass of ``Collector`` per way to collect.
+"""One module per library, with a subclass of ``Collector`` per way of collecting.
 
-``LIBRARIES`` names the columns: the module of each, after which its file of requirements is named
-too, and its class.
+``LIBRARIES`` maps each column to its module, which also names its requirements file, and its
+class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from benchmarks.conformance.interface import Collector
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # both are read when the libraries are imported
-os.environ["MAX_IDLE_COUNT"] = "15"  # seconds that a process of TorchRL may hang
+os.environ["MAX_IDLE_COUNT"] = "15"  # seconds before a hung process of TorchRL is given up
 
 LIBRARIES = {
     "gymnasium_sync": "gymnasium_vector:Sync",
@@ -32,6 +32,6 @@ LIBRARIES = {
 
 
 def load(name: str) -> type[Collector]:
-    """The adapter of a column."""
+    """Return the adapter of a column."""
     module, _, adapter = LIBRARIES[name].partition(":")
     return getattr(importlib.import_module(f"benchmarks.conformance.adapters.{module}"), adapter)

@@ -1,4 +1,4 @@
-"""EnvPool: its Gymnasium interface in the synchronous mode, with the resets of its own steps."""
+"""EnvPool: its synchronous Gymnasium interface, with its autoreset steps."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ RESTARTED = "“RLlib tries to restart the lost EnvRunner(s)” (`AlgorithmConfi
 
 class Act(TorchRLModule):
     def setup(self) -> None:
-        self.weight = torch.nn.Parameter(torch.zeros(1))  # optimizers refuse to have none
+        self.weight = torch.nn.Parameter(torch.zeros(1))  # optimizers require at least one
 
     def _forward(self, batch: dict, **kwargs: Any) -> dict:
         return {"actions": torch.tensor(self.model_config["policy"](batch["obs"].numpy()))}
@@ -72,7 +72,7 @@ class Runners(Collector):
         return [reduce(join, streams[env]) for env in sorted(streams)]
 
     def episodes(self, n: int) -> list[Steps]:
-        n, more = divmod(n, self.job.n_workers)  # as `evaluate` shares them out
+        n, more = divmod(n, self.job.n_workers)  # distributed as by `evaluate`
         found = self.sample(lambda r: r.sample(num_episodes=n + (r.worker_index <= more)))
         return list(map(steps, found))
 

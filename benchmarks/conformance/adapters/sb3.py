@@ -50,7 +50,7 @@ class Dummy(Stepping):
         rows = model.learn(n_steps * self.job.n_envs).replay_buffer.sample(4096)
         _, once = np.unique(rows.observations, axis=0, return_index=True)
         observation, action, after, done, reward, _ = (each[once].numpy() for each in rows)
-        ends = done[:, 0] > 0  # by termination, as the samples do not say more
+        ends = done[:, 0] > 0  # by termination, as samples do not contain more
         return Steps(observation, action, reward[:, 0], ends, np.zeros_like(ends), after)
 
     def targets(self, n_steps: int, value: Any, gamma: float) -> list[tuple[Steps, np.ndarray]]:
@@ -64,7 +64,7 @@ class Dummy(Stepping):
         model = A2C("MlpPolicy", self.envs, n_steps=n_steps, gamma=gamma, gae_lambda=1.0)
         model.policy.forward, model.policy.predict_values = forward, values
         found = model.learn(n_steps * model.n_envs).rollout_buffer
-        ends = found.episode_starts.T[:, 1:] > 0  # says nothing of the last step
+        ends = found.episode_starts.T[:, 1:] > 0  # says nothing about the last step
         columns = (found.observations, found.actions, found.returns)
         columns = [each.reshape(model.n_envs, n_steps, -1)[:, :-1] for each in columns]
         found = (*columns[:2], found.rewards.T[:, :-1], ends, np.zeros_like(ends))
@@ -73,5 +73,5 @@ class Dummy(Stepping):
 
 class Subproc(Dummy):
     kind = vec_env.SubprocVecEnv
-    start_s = 30.0  # a process per environment, each of which imports PyTorch
+    start_s = 30.0  # a process per environment, each importing PyTorch
     lacks: ClassVar[dict[str, str]] = interface.NO_EPISODES | interface.PER_ENVIRONMENT

@@ -18,7 +18,7 @@ COLUMNS = ("obs", "act", "rew", "terminated", "truncated", "obs_next")
 
 
 class Given(Policy):
-    """The policy of the job, ``choose``."""
+    """The job's policy, ``choose``."""
 
     def forward(self, batch: data.Batch, state: Any = None) -> data.Batch:
         return data.Batch(act=self.choose(batch.obs))

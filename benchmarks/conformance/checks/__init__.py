@@ -1,6 +1,6 @@
-"""The register of checks, and the library as they see it.
+"""The register of checks, and their view of a library.
 
-A check is an expectation about what comes back, whatever the interface.
+A check is an expectation about the returned data, independent of the interface.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.conformance.envs import NUMBERED
 from benchmarks.conformance.interface import Collector, Job
 
-ALONE = ("faults", "limits")  # groups whose checks have a process of their own each
+ALONE = ("faults", "limits")  # groups whose checks each run in a separate process
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Check:
     """One property.
 
     Attributes:
-        function: Gets a ``Library``; how it ends is the result.
+        function: Gets a ``Library``; its outcome is the result.
         group: A key of ``GROUPS``.
-        thread: Where the property hurt somebody.
-        needs: Capabilities of the library.
-        signal: Sent to the process once it has called ``ready``, which then has to end.
+        thread: Issue in which a user reported a failure of this property.
+        needs: Required capabilities of the library.
+        signal: Sent to the process once it has called ``ready``; the process must then end.
         leaves_nothing: Whether processes or files in /dev/shm that outlive the process by some
-            seconds are red, as they are in each check with a signal.
+            seconds make the cell red, as in every check with a signal.
         shm_mb: The size of /dev/shm.
     """
 
@@ -50,7 +50,7 @@ REGISTER: dict[str, Check] = {}
 
 
 def check(group: str, thread: str, *needs: str, standard_env: bool = False, **more: Any) -> Any:
-    """Register a check. All but those on a standard environment need environments in Python."""
+    """Register a check. All except those on a standard environment need environments in Python."""
 
     def register(function: Callable[[Library], None]) -> Callable[[Library], None]:
         needed = needs if standard_env else (*needs, "environments")
@@ -62,7 +62,7 @@ def check(group: str, thread: str, *needs: str, standard_env: bool = False, **mo
 
 
 class Library:
-    """An adapter as checks use it. ``ready`` reports that the signal may come."""
+    """An adapter as used by checks. ``ready`` reports that the signal may be sent."""
 
     def __init__(self, adapter: type[Collector], folder: str, ready: Callable[[], None]) -> None:
         self.adapter, self.folder, self.report, self.is_ready = adapter, folder, ready, False
@@ -77,25 +77,25 @@ class Library:
     def make(
         self, policy: Any = None, env_id: str = "", job: Any = (), **env_args: Any
     ) -> Collector:
-        """A collector of a policy, by default action 0, and an environment.
+        """Create a collector for a policy, by default action 0, and an environment.
 
-        By default it is ``Numbered``, or CartPole where the library has only environments of its
-        own.
+        By default this is ``Numbered``, or CartPole if the library supports only its own
+        environments.
         """
         env_id = env_id or (NUMBERED if self.has("environments") else "CartPole-v1")
         return self.adapter(Job(env_id, env_args, policy or _zeros, **dict(job)))
 
     @contextlib.contextmanager
     def open(self, *args: Any, **arguments: Any) -> Iterator[Collector]:
-        """A collector that is closed at the end."""
+        """Return a collector that is closed at the end."""
         with contextlib.closing(self.make(*args, **arguments)) as collector:
             yield collector
 
     def file(self, name: str) -> str:
-        """A path that does not exist yet."""
+        """Return a path that does not exist yet."""
         return f"{self.folder}/{name}"
 
 
 def _zeros(observation: np.ndarray) -> np.ndarray:
-    """Action 0."""
+    """Return action 0."""
     return np.zeros(len(observation), np.int64)

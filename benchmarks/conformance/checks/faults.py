@@ -1,4 +1,4 @@
-"""Faults: what the caller hears, and what is left. Each check has a process of its own."""
+"""Faults: are they reported, and is anything left behind? Each check runs in its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESSAGE = "no goal number 17"
 
 
 def collect(collector: Collector, library: Library) -> None:
-    """Whatever the library can collect, long enough for a fault to strike."""
+    """Collect in every supported way, long enough for a fault to strike."""
     if library.has("window"):
         collector.window(20)
         collector.window(20)
@@ -28,7 +28,7 @@ def collect(collector: Collector, library: Library) -> None:
 
 
 def collect_forever(collector: Collector, library: Library) -> None:
-    """Until the signal comes."""
+    """Collect until the signal comes."""
     collect(collector, library)
     library.ready()
     while True:
@@ -36,27 +36,27 @@ def collect_forever(collector: Collector, library: Library) -> None:
 
 
 def attempt(library: Library, **env_args: object) -> None:
-    """Make a collector, collect, close."""
+    """Create a collector, collect, and close it."""
     with library.open(**env_args) as collector:
         collect(collector, library)
 
 
 def failing(library: Library, fault: str) -> dict[str, Any]:
-    """Arguments with which the last environment fails once, in its 13th step."""
+    """Return arguments with which the last environment fails once, in its 13th step."""
     once = library.file("once")
     return {"policy": data.last_row, "fault": fault, "after": 12, "once": once}
 
 
 def struck(library: Library, fault: str, **more: object) -> BaseException:
-    """The error that the caller gets if an environment fails."""
+    """Return the error that the caller gets if an environment fails."""
     return expect.error_of(lambda: attempt(library, **failing(library, fault) | more))
 
 
 @check("faults", "Farama-Foundation/Gymnasium#182")
 def exception_names_its_cause(library: Library) -> None:
-    """An exception of an environment is soon an error of the call, with its text.
+    """An environment's exception promptly becomes an error of the call, with its text.
 
-    A hang, a broken pipe or the end of a file is nothing that a user can search for.
+    A hang, a broken pipe or an end of file gives the user nothing to search for.
     """
     text = expect.text_of(struck(library, "raise"))
     expect.holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
@@ -64,31 +64,31 @@ def exception_names_its_cause(library: Library) -> None:
 
 @check("faults", "alex-petrenko/sample-factory#137")
 def exception_in_the_constructor_names_its_cause(library: Library) -> None:
-    """The same holds for an exception of an environment's constructor."""
+    """The same holds for an exception in an environment's constructor."""
     text = expect.text_of(struck(library, "raise", where="init", once=""))
     expect.holds(f"{MESSAGE!r} in the error, not {text!r}", MESSAGE in text)
 
 
 @check("faults", "python/cpython#79492")
 def unpicklable_exception_reaches_the_caller(library: Library) -> None:
-    """An exception that cannot be pickled is an error like any other."""
+    """An exception that cannot be pickled is reported like any other."""
     struck(library, "unpicklable")
 
 
 @check("faults", "StanfordVL/BEHAVIOR-1K#361")
 def sys_exit_is_noticed(library: Library) -> None:
-    """An environment that calls `sys.exit` is an error, neither a hang nor a normal result."""
+    """An environment that calls `sys.exit` causes an error, neither a hang nor a normal result."""
     struck(library, "sys_exit")
 
 
 @check("faults", "thu-ml/tianshou#504", "workers")
 def killed_worker_is_noticed(library: Library) -> None:
-    """A process that is killed, as for lack of memory, is an error soon, or is replaced."""
+    """A killed process, for example when out of memory, promptly causes an error or is replaced."""
     survives_or_raises(library, "kill")
 
 
 def survives_or_raises(library: Library, fault: str) -> None:
-    """Any end of the call in time will do: one that hangs runs into the deadline."""
+    """Accept any timely end of the call: one that hangs runs into the deadline."""
     script = failing(library, fault)
     returns_or_raises(library.make(**script), library)
     expect.holds("the fault to strike", os.path.exists(script["once"]))
@@ -104,9 +104,9 @@ def returns_or_raises(collector: Collector, library: Library) -> None:
 
 @check("faults", "ray-project/ray#23739", "workers")
 def run_survives_a_killed_worker(library: Library) -> None:
-    """One killed process does not end the run: the call, or the next one, returns right data.
+    """One killed process does not end the run: this call or the next returns correct data.
 
-    Long runs on shared machines see this now and then.
+    Long runs on shared machines experience this occasionally.
     """
     script = failing(library, "kill")
     with library.open(lengths=(5,), **script) as collector:
@@ -121,7 +121,7 @@ def run_survives_a_killed_worker(library: Library) -> None:
 
 @check("faults", "ray-project/ray#12978", "workers")
 def worker_killed_between_calls_is_noticed(library: Library) -> None:
-    """A process that dies between two calls is an error of the next one, or is replaced."""
+    """A process that dies between two calls causes an error in the next one, or is replaced."""
     log = library.file("log")
     collector = library.make(log=log)
     collect(collector, library)
@@ -134,13 +134,13 @@ def worker_killed_between_calls_is_noticed(library: Library) -> None:
 
 @check("faults", "chainer/chainerrl#389", "workers")
 def hang_is_noticed(library: Library) -> None:
-    """A step that never returns is an error, or is replaced, within a limit that the user sets."""
+    """A step that never returns causes an error or a restart within a limit set by the user."""
     survives_or_raises(library, "hang")
 
 
 @check("faults", "HorizonRobotics/alf#1456", standard_env=True, signal=signal.SIGINT)
 def interrupt_ends_the_run(library: Library) -> None:
-    """Ctrl-C while steps are collected ends the program, and leaves nothing."""
+    """Ctrl-C during collection ends the program and leaves nothing behind."""
     with library.open() as collector:
         collect_forever(collector, library)
 
@@ -156,7 +156,7 @@ def nothing_is_left_after_close(library: Library) -> None:
 
 
 def processes_in(log: str) -> list[psutil.Process]:
-    """Other processes that have run environments and are still there."""
+    """Return other processes that have run environments and are still alive."""
     lines = Path(log).read_text(encoding="utf-8").splitlines()
     pids = {int(line.split()[2]) for line in lines if line.startswith("start")} - {os.getpid()}
     alive = [psutil.Process(pid) for pid in sorted(pids) if psutil.pid_exists(pid)]
@@ -165,29 +165,29 @@ def processes_in(log: str) -> list[psutil.Process]:
 
 @check("faults", "openai/gym#1544", leaves_nothing=True)
 def nothing_is_left_after_an_exception(library: Library) -> None:
-    """A program that an environment's exception ends, without `close`, leaves nothing."""
+    """A program ended by an environment's exception, without `close`, leaves nothing behind."""
     collector = library.make(**failing(library, "raise"))
     expect.error_of(collect, collector, library)
 
 
 @check("faults", "hill-a/stable-baselines#570", standard_env=True, leaves_nothing=True)
 def nothing_is_left_without_close(library: Library) -> None:
-    """A program that forgets `close` ends and leaves nothing."""
+    """A program that forgets `close` ends and leaves nothing behind."""
     collect(library.make(), library)
 
 
 @check("faults", "tensorpack/tensorpack#1203", standard_env=True, signal=signal.SIGKILL)
 def nothing_is_left_after_the_caller_is_killed(library: Library) -> None:
-    """If the program is killed, its processes end, and no shared memory stays.
+    """If the program is killed, its processes end and no shared memory is left behind.
 
-    A scheduler or the kernel does that, and the next job finds a full machine.
+    Schedulers and the kernel kill programs, and leftovers fill the machine for the next job.
     """
     collect_forever(library.make(), library)
 
 
 @check("faults", "hill-a/stable-baselines#898")
 def environments_are_closed(library: Library) -> None:
-    """`close` closes every environment: videos are written, simulators end."""
+    """`close` closes every environment, so videos are written and simulators end."""
     log = library.file("log")
     attempt(library, log=log)
     time.sleep(1)
@@ -198,7 +198,7 @@ def environments_are_closed(library: Library) -> None:
 
 @check("faults", "pytorch/rl#2644", standard_env=True)
 def descriptors_do_not_grow(library: Library) -> None:
-    """Collectors that are opened and closed leave no file descriptor open."""
+    """Opening and closing collectors does not leak file descriptors."""
     counts = []
     for _ in range(4):
         attempt(library)

@@ -1,4 +1,4 @@
-"""Limits: does it work in a container, a daemon, a thread? Each check has a process of its own."""
+"""Limits: does it work in a container, a daemon, a thread? Each check runs in its own process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FRAMES = {"dtype": "uint8", "shape": (84, 84, 4), "lengths": (50,)}
 def small_shared_memory(library: Library) -> None:
     """64 MB of /dev/shm, as in a container, are enough for 8 environments with stacked frames.
 
-    29 MB of observations in windows of 128 steps, an ordinary PPO on images. Filling /dev/shm is a
-    bus error, which cannot be caught.
+    Windows of 128 steps hold 29 MB of observations, as in ordinary PPO on images. A full /dev/shm
+    causes a bus error, which cannot be caught.
     """
     with library.open(job={"n_envs": 8}, **FRAMES) as collector:
         if library.has("window"):
@@ -38,13 +38,13 @@ def few_descriptors(library: Library) -> None:
 
 
 def attempt_there(adapter: type[Collector], folder: str) -> None:
-    """What the daemonic process runs."""
+    """Run in the daemonic process."""
     attempt(Library(adapter, folder, lambda: None))
 
 
 @check("limits", "pytorch/rl#3198", standard_env=True)
 def daemonic_caller(library: Library) -> None:
-    """Collecting works in a daemonic process, such as those of a `multiprocessing.Pool`.
+    """Collecting works in a daemonic process, such as one of a `multiprocessing.Pool`.
 
     Sweeps and schedulers start programs there.
     """
@@ -60,5 +60,5 @@ def environment_starts_processes(library: Library) -> None:
 
 @check("limits", "facebookresearch/CompilerGym#326", "workers", signal=signal.SIGKILL)
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
-    """Simulators that environments started end as well if the program is killed."""
+    """Simulators started by environments also end if the program is killed."""
     collect_forever(library.make(helper=True), library)

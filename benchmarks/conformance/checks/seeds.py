@@ -1,4 +1,4 @@
-"""Seeds: is what should differ different, and what should repeat the same?"""
+"""Seeds: do episodes differ and repeat where they should?"""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CARTPOLE = (data.leaning, "CartPole-v1")
 
 
 def observed(library: Library, **job: object) -> list[np.ndarray]:
-    """All observations of CartPole, one array per environment or episode."""
+    """Return all observations of CartPole, one array per environment or episode."""
     streams = data.collected(library, *CARTPOLE, job=job, max_episode_steps=8)
     return [np.asarray(stream.observation, np.float32) for stream in streams]
 
 
 def begins(library: Library, **job: object) -> list[list[bytes]]:
-    """What each environment showed first in its episodes."""
+    """Return each environment's first observations of episodes."""
     with library.open(*CARTPOLE, job=job, max_episode_steps=4) as collector:
         pieces = [data.cut(stream) for stream in collector.window(2 * data.PART)]
     return [[np.float32(piece.observation[0]).tobytes() for piece in each] for each in pieces]
@@ -34,9 +34,9 @@ def is_same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
 
 @check("seeds", "Farama-Foundation/Gymnasium#1468", "window", "seed", standard_env=True)
 def episodes_differ(library: Library) -> None:
-    """With a seed, an environment's episodes begin differently.
+    """With a seed, an environment's episodes start differently.
 
-    A seed that is given to every reset repeats one episode forever.
+    Passing the same seed to every reset repeats one episode forever.
     """
     for shown in begins(library):
         expect.equal("number of different episodes", len(set(shown)), len(shown))
@@ -44,16 +44,16 @@ def episodes_differ(library: Library) -> None:
 
 @check("seeds", "hill-a/stable-baselines#79", "window", "seed", standard_env=True)
 def environments_differ(library: Library) -> None:
-    """With one seed, no two environments run the same episode, in one process or in two."""
+    """With one seed, no two environments run the same episode, in one process or two."""
     shown = [each for episodes in begins(library) for each in episodes]
     expect.equal("number of different episodes", len(set(shown)), len(shown))
 
 
 @check("seeds", "ray-project/ray#18245", "seed", standard_env=True)
 def same_seed_same_data(library: Library) -> None:
-    """Two collectors with the same seed return the same observations, bit by bit.
+    """Two collectors with the same seed return the same observations, bit for bit.
 
-    Seed 0 as well: `if seed:` takes it for none.
+    This includes seed 0, which `if seed:` mistakes for no seed.
     """
     for seed in (3, 0):
         first, second = (observed(library, seed=seed) for _ in range(2))
@@ -62,16 +62,16 @@ def same_seed_same_data(library: Library) -> None:
 
 @check("seeds", "HazyResearch/flash-fft-conv#26", standard_env=True)
 def unseeded_runs_differ(library: Library) -> None:
-    """Without a seed, two runs differ. Otherwise ten runs are one run, ten times."""
+    """Without a seed, two runs differ. Otherwise ten runs are one run repeated ten times."""
     first, second = (observed(library, seed=None) for _ in range(2))
     expect.holds("other data", not is_same(first, second))
 
 
 @check("seeds", "minerllabs/minerl#244", "seed", "worker_count", standard_env=True)
 def number_of_workers_does_not_matter(library: Library) -> None:
-    """One, two and four processes with four environments in all return the same data.
+    """One, two and four processes with four environments in total return the same data.
 
-    Otherwise no result can be repeated on a machine with another number of cores.
+    Otherwise results cannot be reproduced on a machine with a different number of cores.
     """
     one = observed(library, n_workers=1)
     for n_workers in (2, 4):
@@ -83,7 +83,7 @@ def number_of_workers_does_not_matter(library: Library) -> None:
 def global_generators_are_left_alone(library: Library) -> None:
     """Collecting neither seeds nor uses the caller's global generators.
 
-    Otherwise a user's own draws change with the number of steps that were collected.
+    Otherwise the user's own draws depend on the number of collected steps.
     """
     torch = sys.modules.get("torch")
 
@@ -101,9 +101,9 @@ def global_generators_are_left_alone(library: Library) -> None:
 
 @check("seeds", "DLR-RM/stable-baselines3#2268", "window", "seed", standard_env=True)
 def neighbouring_seeds_share_nothing(library: Library) -> None:
-    """Runs with seeds 42 and 43 have no episode in common.
+    """Runs with seeds 42 and 43 do not share episodes.
 
-    With seed + i for environment i they share most of them, and are not independent.
+    With seed + i for environment i they share most of them and are not independent.
     """
     first, second = (
         {each for episodes in begins(library, seed=seed) for each in episodes} for seed in (42, 43)

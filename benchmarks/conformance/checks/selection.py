@@ -1,4 +1,4 @@
-"""Selection: which episodes come back, and does that depend on what they are like?"""
+"""Selection: which episodes are returned, and does that depend on their properties?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MANY, MIXED = {"n_envs": 8}, (SHORT, SHORT, SHORT, LONG)
 
 
 def requests(library: Library, n: int, times: int, **arguments: object) -> list[list[Steps]]:
-    """Several requests of ``n`` episodes each, to one collector."""
+    """Return the results of several requests of ``n`` episodes each to one collector."""
     with library.open(**arguments) as collector:
         return [collector.episodes(n) for _ in range(times)]
 
 
 @check("selection", "thu-ml/tianshou#555", "episodes")
 def as_many_episodes_as_requested(library: Library) -> None:
-    """A request of N episodes returns N, also if N is not a multiple of their number."""
+    """A request for N episodes returns N, even if N is not a multiple of the environments."""
     for n in (3, 5, 9):
         (episodes,) = requests(library, n, 1)
         expect.equal("number of episodes", len(episodes), n)
@@ -30,9 +30,9 @@ def as_many_episodes_as_requested(library: Library) -> None:
 
 @check("selection", "DLR-RM/stable-baselines3#402", "episodes")
 def episodes_are_complete(library: Library) -> None:
-    """Each episode has all of its steps, from the reset to the end, and comes back once.
+    """Each episode has all its steps, from reset to end, and is returned once.
 
-    Over three requests to the same collector.
+    This holds across three requests to the same collector.
     """
     episodes = list(itertools.chain(*requests(library, 5, 3, lengths=(2, 7, 4))))
     tags = {int(data.numbers(episode.observation)[0, TAG]) for episode in episodes}
@@ -45,10 +45,10 @@ def episodes_are_complete(library: Library) -> None:
 
 @check("selection", "astooke/rlpyt#93", "episodes")
 def short_episodes_are_not_favoured(library: Library) -> None:
-    """Requests as large as the number of environments have as many long episodes as there are.
+    """Requests with one episode per environment contain the true share of long episodes.
 
-    A quarter of them are. Taking those that end first means taking the short ones, which are
-    failures in one task and successes in the other.
+    A quarter of them are long. Taking the first to end favours short ones, which are failures in
+    one task and successes in another.
     """
     found = itertools.chain(*requests(library, 8, 10, job=MANY, lengths=MIXED))
     long = np.mean([len(episode) == LONG for episode in found])
@@ -57,7 +57,7 @@ def short_episodes_are_not_favoured(library: Library) -> None:
 
 @check("selection", "HumanCompatibleAI/imitation#183", "episodes")
 def slow_episodes_are_not_dropped(library: Library) -> None:
-    """Episodes whose steps take longer, a quarter of all, come back as often as they begin."""
+    """Episodes with slow steps, a quarter of all, are returned as often as they start."""
     found = itertools.chain(*requests(library, 8, 10, job=MANY, lengths=(5,), slow_s=0.01))
     slow = np.mean([is_slow(data.numbers(episode.observation)[0, TAG]) for episode in found])
     expect.holds(f"about 25 % of slow episodes, at least 10 %, not {slow:.0%} of 80", slow >= 0.1)
@@ -65,9 +65,9 @@ def slow_episodes_are_not_dropped(library: Library) -> None:
 
 @check("selection", "robocasa/robocasa-gr1-tabletop-tasks#27", "episodes", "seed")
 def order_does_not_depend_on_speed(library: Library) -> None:
-    """The same episodes come in the same order, whether some are slow or not.
+    """The same episodes are returned in the same order, whether some are slow or not.
 
-    Sorted by when they end, successes come first, and a row no longer is the task it was run for.
+    In order of completion, successes come first, and rows no longer match their tasks.
     """
     orders = []
     for slow_s in (0.0, 0.02):
@@ -78,7 +78,7 @@ def order_does_not_depend_on_speed(library: Library) -> None:
 
 @check("selection", "entity-neural-network/incubator#95", "evaluate")
 def evaluation_counts_whole_episodes(library: Library) -> None:
-    """Returns are sums over whole episodes, in the first evaluation and in the next ones."""
+    """Returns are sums over whole episodes, in the first evaluation and in later ones."""
     with library.open(lengths=(7,)) as collector:
         for n in (3, 5, 8):
             returns = collector.evaluate(n)
@@ -90,7 +90,7 @@ def evaluation_counts_whole_episodes(library: Library) -> None:
 def evaluation_does_not_depend_on_the_number_of_environments(library: Library) -> None:
     """One environment and sixteen give the same score, up to chance.
 
-    Scores of two papers are compared as if they did.
+    Comparisons of scores between papers assume this.
     """
     scores = []
     for n_envs in (1, 16):
@@ -103,6 +103,6 @@ def evaluation_does_not_depend_on_the_number_of_environments(library: Library) -
 
 @check("selection", "NetHack-LE/nle#131", "evaluate")
 def environments_that_ignore_seeds_are_evaluated(library: Library) -> None:
-    """An environment whose `reset` ignores its seed can be evaluated like any other one."""
+    """An environment whose `reset` ignores its seed can be evaluated like any other."""
     with library.open(global_random=True, lengths=(7,)) as collector:
         expect.equal("mean return", np.mean(collector.evaluate(5)), 28)

@@ -1,4 +1,4 @@
-"""Values: is what comes back what the environment said, at every border?"""
+"""Values: does the returned data match the environment's, at every boundary?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAMMA = 0.5
 
 
 def length_of(episode: Steps) -> int:
-    """How long the script says that an episode is."""
+    """Return the scripted length of an episode."""
     return int(data.numbers(episode.observation)[0, LENGTH])
 
 
@@ -27,9 +27,9 @@ def ends_with_its_own_observation(library: Library, ends: str) -> None:
 
 @check("values", "Farama-Foundation/Gymnasium#1103")
 def final_observation_at_truncation(library: Library) -> None:
-    """The last next observation of a truncated episode is its own, not that of the reset after it.
+    """The last next observation of a truncated episode is its own, not that of the next reset.
 
-    Its value is the bootstrap target; that of a reset observation is another episode's.
+    Its value is the bootstrap target; that of a reset observation belongs to another episode.
     """
     ends_with_its_own_observation(library, "truncated")
 
@@ -38,16 +38,16 @@ def final_observation_at_truncation(library: Library) -> None:
 def final_observation_at_termination(library: Library) -> None:
     """The last next observation of a terminated episode is its own, not that of a reset.
 
-    Models of dynamics, discriminators and goal relabelling learn from it.
+    Dynamics models, discriminators and goal relabelling use it.
     """
     ends_with_its_own_observation(library, "terminated")
 
 
 @check("values", "Farama-Foundation/Gymnasium#914", standard_env=True)
 def final_observation_of_cartpole(library: Library) -> None:
-    """A fallen pole of CartPole-v1 is seen outside of the bounds that end an episode.
+    """The fallen pole of CartPole-v1 is observed outside the bounds that end an episode.
 
-    The same property as above on a standard environment: resets lie within 0.05.
+    This is the same property on a standard environment: resets lie within 0.05.
     """
     for episode in data.ended(library, None, "CartPole-v1"):  # it falls within 10 steps
         x, _, angle, _ = np.abs(data.after(episode)[-1])
@@ -56,9 +56,9 @@ def final_observation_of_cartpole(library: Library) -> None:
 
 @check("values", "Farama-Foundation/Gymnasium#1624")
 def rewards_of_all_steps(library: Library) -> None:
-    """Every step has its own reward, the last one included.
+    """Every step has its own reward, including the last one.
 
-    In sparse tasks the last reward is the only one that counts.
+    In sparse tasks only the last reward counts.
     """
     for episode in data.finished(library):
         expect.equal("the rewards of an episode", episode.reward, np.arange(length_of(episode)) + 1)
@@ -66,9 +66,9 @@ def rewards_of_all_steps(library: Library) -> None:
 
 @check("values", "sail-sg/envpool#194")
 def reset_is_not_a_transition(library: Library) -> None:
-    """No transition leads from an episode's end to the next one's beginning.
+    """No transition leads from one episode's end to the next one's start.
 
-    Such a row has an action that the environment never saw and a reward that it never paid.
+    Such a row has an action that the environment never received and a reward it never returned.
     """
     for piece in data.pieces(library):
         steps = data.steps(piece.observation)
@@ -77,9 +77,9 @@ def reset_is_not_a_transition(library: Library) -> None:
 
 @check("values", "Farama-Foundation/Gymnasium#1122", "window")
 def windows_follow_each_other(library: Library) -> None:
-    """Over two windows each environment's steps are there once, in order, without a gap.
+    """Across two windows, each environment's steps appear once, in order, without gaps.
 
-    A lost or doubled step at a border breaks returns, advantages and recurrent states.
+    A lost or repeated step at a boundary breaks returns, advantages and recurrent states.
     """
     with library.open(lengths=(40,)) as collector:
         for stream in data.window(collector):
@@ -91,7 +91,7 @@ def windows_follow_each_other(library: Library) -> None:
 def truncation_is_not_termination(library: Library) -> None:
     """An episode that is cut short is flagged truncated and not terminated.
 
-    A value function that takes a time limit for the end of the world is wrong near it.
+    A value function that treats a time limit as a terminal state is wrong near it.
     """
     for episode in data.finished(library, ends="truncated"):
         flags = [episode.terminated[-1], episode.truncated[-1]]
@@ -100,9 +100,9 @@ def truncation_is_not_termination(library: Library) -> None:
 
 @check("values", "openai/spinningup#233", standard_env=True)
 def time_limit_is_truncation(library: Library) -> None:
-    """`max_episode_steps` ends an episode of CartPole-v1 by truncation, after so many steps.
+    """`max_episode_steps` truncates an episode of CartPole-v1 after that many steps.
 
-    The most common truncation, by Gymnasium's own wrapper or the library's own argument.
+    This is the most common truncation, by Gymnasium's wrapper or the library's own argument.
     """
     script = {"policy": data.leaning, "env_id": "CartPole-v1", "max_episode_steps": 6}
     for stream in data.collected(library, **script):
@@ -115,7 +115,7 @@ def time_limit_is_truncation(library: Library) -> None:
 def episodes_of_one_step(library: Library) -> None:
     """Episodes that end with their first step are complete: observation, reward, flag, end.
 
-    Bandits, one-move games, and any agent that fails at once.
+    Examples are bandits, one-move games, and agents that fail immediately.
     """
     episodes = data.finished(library, lengths=(1,), ends="terminated")
     expect.holds("several episodes of one step", len(episodes) >= 4)
@@ -127,9 +127,9 @@ def episodes_of_one_step(library: Library) -> None:
 
 @check("values", "Farama-Foundation/SuperSuit#116")
 def action_belongs_to_its_observation(library: Library) -> None:
-    """The action of a row is what the policy chose for its observation, and what was rewarded.
+    """A row's action is the one chosen for its observation and the one that was rewarded.
 
-    Off by one, an agent learns what it did a step later.
+    With an off-by-one error, an agent learns from the action one step later.
     """
     for episode in data.finished(library, data.alternating):
         expect.equal("actions", np.ravel(episode.action), data.steps(episode.observation) % 2)
@@ -139,9 +139,9 @@ def action_belongs_to_its_observation(library: Library) -> None:
 
 @check("values", "chainer/chainerrl#386")
 def observations_keep_float64(library: Library) -> None:
-    """Observations in float64 keep what float32 cannot hold.
+    """Observations in float64 keep values that float32 cannot represent.
 
-    Time stamps and coordinates: in float32, neighbouring ones become equal.
+    In float32, neighbouring time stamps or coordinates become equal.
     """
     for stream in data.collected(library, dtype="float64", base=BIG, lengths=(12,)):
         steps = data.numbers(stream.observation)[:6, STEP] - BIG
@@ -150,9 +150,9 @@ def observations_keep_float64(library: Library) -> None:
 
 @check("values", "DLR-RM/stable-baselines3#40")
 def observations_keep_uint8(library: Library) -> None:
-    """Images in uint8 stay uint8, with the same values.
+    """Images in uint8 remain uint8, with the same values.
 
-    In float32 they take four times the memory, which is the limit of most image agents.
+    In float32 they take four times the memory, which is the bottleneck of most image agents.
     """
     for episode in data.finished(library, dtype="uint8", shape=(4, 4, 4)):
         dtype = episode.observation.dtype
@@ -162,9 +162,9 @@ def observations_keep_uint8(library: Library) -> None:
 
 @check("values", "tensorflow/agents#204")
 def rewards_keep_float64(library: Library) -> None:
-    """Rewards, which Gymnasium defines as Python floats, keep what float32 cannot hold.
+    """Rewards, which Gymnasium defines as Python floats, keep values beyond float32.
 
-    Profits and energies: small differences between large numbers are what is learned.
+    With profits or energies, agents learn from small differences between large numbers.
     """
     for stream in data.collected(library, base=BIG, dtype="float64", lengths=(12,)):
         rewards = np.asarray(stream.reward[:6], np.float64)
@@ -173,9 +173,9 @@ def rewards_keep_float64(library: Library) -> None:
 
 @check("values", "PufferAI/PufferLib#172", "infos")
 def infos_belong_to_their_steps(library: Library) -> None:
-    """Each row's info is that of its own environment and step, the last one included.
+    """Each row's info belongs to its own environment and step, including the last one.
 
-    Costs, action masks and goals that are shifted by a step or an environment mislead silently.
+    Costs, action masks and goals shifted by a step or an environment mislead silently.
     Success, return and length are reported with the last step.
     """
     for episode in data.finished(library, job={"info_keys": ("step",)}):
@@ -187,7 +187,7 @@ def infos_belong_to_their_steps(library: Library) -> None:
 def reused_array_is_copied(library: Library) -> None:
     """An environment may return the same array each time, changed in place.
 
-    Simulators do. Stored without a copy, all observations become the last one.
+    Simulators do so. Without a copy, all stored observations become the last one.
     """
     for episode in data.finished(library, reuse=True):
         expect.equal("steps", data.steps(episode.observation), np.arange(len(episode)))
@@ -196,9 +196,9 @@ def reused_array_is_copied(library: Library) -> None:
 
 @check("values", "PufferAI/PufferLib#161", "window", standard_env=True)
 def results_stay_as_they_are(library: Library) -> None:
-    """What a window returned does not change while the next ones are collected.
+    """The data of a window does not change while the next ones are collected.
 
-    Off-policy learners and asynchronous ones still read it.
+    Off-policy and asynchronous learners still read it.
     """
     with library.open() as collector:
         first = collector.window(5)
@@ -211,9 +211,9 @@ def results_stay_as_they_are(library: Library) -> None:
 
 @check("values", "DLR-RM/stable-baselines3#1883", "frame_stack")
 def frame_stacks_stay_in_their_episode(library: Library) -> None:
-    """No stack shows a frame of another episode, and that after the last step shows the last ones.
+    """Stacks never contain another episode's frames, and the final one has the last frames.
 
-    Stacks may begin with zeros or with the first frame.
+    Stacks may start with zeros or with the first frame.
     """
     for episode in data.pieces(library, job={"frame_stack": 3}, lengths=(4,)):
         tags = np.asarray(episode.observation).reshape(len(episode), 3, 3)[..., TAG]
@@ -225,7 +225,7 @@ def frame_stacks_stay_in_their_episode(library: Library) -> None:
 
 @check("values", "younggyoseo/FastTD3#6", "n_step")
 def n_step_returns_stay_in_their_episode(library: Library) -> None:
-    """An n-step return adds up its own episode's rewards, and is bootstrapped from that episode."""
+    """An n-step return sums its own episode's rewards and bootstraps from that episode."""
     with library.open(lengths=(4,), job={"seed": None}) as collector:
         rows = collector.n_step(14, 3, GAMMA)
     shown, later = data.numbers(rows.observation), data.numbers(data.after(rows))
@@ -240,9 +240,9 @@ def n_step_returns_stay_in_their_episode(library: Library) -> None:
 
 @check("values", "Toni-SM/skrl#449", "targets")
 def only_truncation_is_bootstrapped(library: Library) -> None:
-    """A truncated step's target has the discounted value of what came after, no other end's has.
+    """Among ends, only a truncated step's target has the discounted value of the next state.
 
-    The value of an observation is 100 times its step here.
+    Here, the value of an observation is 100 times its step.
     """
     for ends, target in (("truncated", 4 + GAMMA * 400), ("terminated", 4)):
         with library.open(lengths=(4,), ends=ends) as collector:
@@ -255,14 +255,14 @@ def only_truncation_is_bootstrapped(library: Library) -> None:
 
 @check("values", "Farama-Foundation/Gymnasium#787", "options")
 def options_reach_the_first_episodes(library: Library) -> None:
-    """The options of `reset` are those of the first episode of every environment."""
+    """The options of `reset` reach the first episode of every environment."""
     for stream in data.collected(library, job={"options": {"level": 7}})[:4]:
         expect.equal("the level of the first episode", data.numbers(stream.observation)[0, TAG], 7)
 
 
 @check("values", "DLR-RM/stable-baselines3#2229", "options", "window")
 def options_hold_in_later_episodes(library: Library) -> None:
-    """Episodes that begin by themselves have the options that are in force."""
+    """Automatically restarted episodes have the current options."""
     with library.open(job={"options": {"level": 7}}) as collector:
         for stream in data.window(collector):
             levels = data.numbers(stream.observation)[:, TAG]
