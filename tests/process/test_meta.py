@@ -18,8 +18,8 @@ from rlpool import (
 )
 
 from support.meta import (
-    AncestorDrawingEnv,
     DrawnTaskEnv,
+    LegacyDrawingEnv,
     MarkovActor,
     MemoryActor,
     RaggedTaskEnv,
@@ -75,7 +75,7 @@ class KillsWorkers(Storage):
 @pytest.mark.promise("I2")
 @pytest.mark.parametrize(
     ("make", "tasks"),
-    variants([(TaskFirstEnv, range(7))], [(DrawnTaskEnv, None), (AncestorDrawingEnv, [None])]),
+    variants([(TaskFirstEnv, range(7))], [(DrawnTaskEnv, None), (LegacyDrawingEnv, [None])]),
 )
 def test_results_match_a_single_environment_bit_for_bit_even_if_workers_are_killed(
     make: Any, tasks: Any

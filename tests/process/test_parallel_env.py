@@ -209,7 +209,7 @@ def test_each_request_has_one_reply(sleepy: ParallelEnvManager) -> None:
     assert remote.recv()[0] == "transition"
 
 
-def test_a_closed_remote_is_refused_and_the_others_go_on() -> None:
+def test_calls_of_a_closed_remote_are_refused_and_the_others_continue() -> None:
     with open_manager(CountingEnv, 3, envs_per_worker=2) as manager:
         manager.reset()
         manager.remotes[2].send(("close", None))  # the last of its worker, which ends

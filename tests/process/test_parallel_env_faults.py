@@ -62,7 +62,7 @@ def assert_works(manager: ParallelEnvManager) -> None:
     assert manager.step_lanes(lanes, no_actions(manager)) == lanes
 
 
-# Faults after which the manager goes on -------------------------------------------------------
+# Faults that the manager survives --------------------------------------------------------------
 
 
 def test_lanes_of_a_failed_worker_are_reset_before_the_others_continue(

@@ -187,7 +187,7 @@ def test_a_failing_environment_raises_and_no_stored_data_is_lost(make: Any) -> N
     assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=1))  # in a new process
 
 
-def test_a_process_that_dies_is_replaced(make: Any) -> None:
+def test_a_dead_process_is_replaced(make: Any) -> None:
     pool = make([ActingEnv(40), struck("sigkill")])
     with pytest.raises(WorkerDiedError, match="worker 1"):
         pool.store()
@@ -202,7 +202,7 @@ def test_a_process_that_dies_is_replaced(make: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_ended(make: Any) -> None:
+def test_a_hung_process_is_killed(make: Any) -> None:
     with pytest.raises(WorkerTimeoutError, match="worker 1"):
         make([ActingEnv(40), struck("hang")], timeout=0.7).store()
     assert not worker_pids()

@@ -64,7 +64,7 @@ def test_processes_started_under_a_manager_or_a_killed_worker_end_with_it(notes:
         before = started(notes)
         os.kill(manager.workers[0].pid, signal.SIGKILL)
         manager.reset()
-        assert n_running(before) == N_STARTED, "those of the worker that lives go on"
+        assert n_running(before) == N_STARTED, "those of the surviving worker continue"
         children = started(notes)
         assert len(children) == 3 * N_STARTED
     wait_until(lambda: not n_running(children), GONE_S)
@@ -78,7 +78,7 @@ def test_processes_started_by_a_killed_worker_end_while_the_caller_is_busy(notes
         wait_until(lambda: n_running(children) == N_STARTED, GONE_S)
 
 
-def test_environments_that_end_their_processes_are_not_disturbed(notes: Path) -> None:
+def test_environments_may_end_their_own_processes(notes: Path) -> None:
     with open_batcher(notes, 2, ends_it=True) as batcher:
         batcher.execute(3)
         batcher.get()

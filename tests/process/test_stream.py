@@ -60,7 +60,7 @@ def test_a_death_names_the_running_episode_of_any_request(tmp_path: Any) -> None
     assert (where.row, where.step, where.env_info) == (0, 2, columns)
 
 
-def test_long_episodes_that_restart_after_a_failure_never_share_a_slot(
+def test_long_episodes_repeated_after_a_failure_never_share_a_slot(
     tmp_path: Any,
 ) -> None:
     """Their first slots have been emptied by then and may be used by others."""

@@ -138,7 +138,7 @@ def test_one_template_serves_all_threads_until_shutdown_or_a_mismatch(
     n_before, old = n_descriptors(), template()
     monkeypatch.setenv("CHANGED", "1")
     threads = [threading.Thread(target=collect_once) for _ in range(3)]
-    for thread in threads:  # which end before what they have started
+    for thread in threads:  # which end before the processes they have started
         thread.start()
     wait_until(lambda: not any(each.is_alive() for each in threads) and not worker_pids())
     assert not is_running(old.pid)

@@ -1,4 +1,4 @@
-"""Waiting for conditions, looking at processes, running scripts."""
+"""Waiting for conditions, inspecting processes, running scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ START_S = 60.0
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = START_S) -> float:
-    """Wait for a condition; returns how long that took, in seconds."""
+    """Wait for a condition and return the waiting time in seconds."""
     start = time.monotonic()
     while not condition():
         waited = time.monotonic() - start
@@ -42,17 +42,17 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = START_S) -> floa
 
 
 def worker_pids(pid: int | None = None) -> set[int]:
-    """Processes that a process has, but for those that live as long as it."""
+    """Return a process's descendants, except those that live as long as it does."""
     return {child.pid for child in psutil.Process(pid).children(recursive=True) if not stays(child)}
 
 
 @contextlib.contextmanager
 def in_new(method: str, function: Any, *arguments: Any, exitcode: int = 0) -> Iterator[Any]:
-    """In a new process; forked ones inherit all that is here now."""
+    """Run a function in a new process during this context, which yields its pipe."""
     context: Any = multiprocessing.get_context(method)
     here, there = context.Pipe()
     process = context.Process(target=function, args=(there, *arguments))
-    with warnings.catch_warnings():  # Python 3.12 warns of forking with threads
+    with warnings.catch_warnings():  # Python 3.12 warns about forking with threads
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     there.close()  # the end of the child ends the pipe
@@ -66,7 +66,7 @@ def in_new(method: str, function: Any, *arguments: Any, exitcode: int = 0) -> It
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not just waiting to be reaped."""
+    """Whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -74,9 +74,9 @@ def is_running(pid: int) -> bool:
 
 
 def shared_files(pid: int | str) -> set[str]:
-    """Inodes of rlpool's anonymous shared memory that a process has mapped or open.
+    """Return the inodes of rlpool's anonymous shared memory that a process has mapped or open.
 
-    But for the page that it shares with its template, which lives as long as it.
+    The page shared with its template is excluded, since it lives as long as the process.
     """
     files = set()
     with contextlib.suppress(OSError):
@@ -95,19 +95,19 @@ def _is_of_workers(file: str) -> bool:
 
 
 def who_holds(files: set[str]) -> dict[str, set[str]]:
-    """Processes, of all there are, that have some of this memory mapped or open."""
+    """Return all processes that have any of this memory mapped or open."""
     pids = [name for name in os.listdir("/proc") if name.isdigit()]
     held = {pid: shared_files(pid) & files for pid in pids}
     return {pid: of_pid for pid, of_pid in held.items() if of_pid}
 
 
 def n_descriptors() -> int:
-    """Descriptors of this process."""
-    return len(os.listdir("/proc/self/fd")) - 1  # one is the listing's own
+    """Return the number of descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) - 1  # one belongs to the listing
 
 
 def assert_equal(one: TemporalDictTensor | None, other: TemporalDictTensor | None) -> None:
-    """Check that two results are the same, bit by bit, as is what was noted about their rows."""
+    """Check that two results and their infos are the same, bit for bit."""
     assert one is not None
     assert other is not None
     assert list(one.keys()) == list(other.keys())
@@ -121,7 +121,7 @@ def assert_equal(one: TemporalDictTensor | None, other: TemporalDictTensor | Non
 def assert_all_equal(
     some: Iterable[TemporalDictTensor | None], others: Iterable[TemporalDictTensor | None]
 ) -> None:
-    """Check that results are the same, one by one; ``None`` is only the same as ``None``."""
+    """Check that results are pairwise the same; ``None`` equals only ``None``."""
     for one, other in zip(some, others, strict=True):
         if one is not other:
             assert_equal(one, other)
@@ -129,7 +129,7 @@ def assert_all_equal(
 
 @dataclass
 class Struck:
-    """The file in which a fault leaves its note.
+    """The file in which a fault leaves a record.
 
     Attributes:
         path: Its path.
@@ -159,14 +159,14 @@ class Struck:
 
 
 class Script:
-    """A Python script that runs in a process and a session of its own.
+    """A Python script that runs in its own process and session.
 
-    What it prints goes into files: waiting for the end of a pipe would be waiting for everyone
-    who holds its other end, orphaned workers included.
+    Its output is written to files: waiting for the end of a pipe would mean waiting for every
+    process that holds its other end, including orphaned workers.
 
     Args:
-        directory: Where to put the files.
-        arguments: What follows the interpreter's name.
+        directory: Directory of the files.
+        arguments: Command-line arguments of the interpreter.
     """
 
     def __init__(self, directory: Path, arguments: list[str]) -> None:
@@ -202,13 +202,13 @@ class Script:
         return self._process.poll()
 
     def wait_for_line(self, line: str) -> None:
-        """Wait until the script prints a line; notes what processes it has by then."""
+        """Wait until the script prints a line, and record its processes at that time."""
         wait_until(lambda: line in self.stdout.split() or self.returncode is not None)
         assert self.returncode is None, self.stderr
         self.note_family()
 
     def note_family(self) -> None:
-        """Note the processes that must be gone in the end, and the memory that they share."""
+        """Record the processes that must be gone in the end, and the memory they share."""
         self.family = psutil.Process(self.pid).children(recursive=True)
         for pid in (self.pid, *(process.pid for process in self.family)):
             self.memory |= shared_files(pid)
@@ -222,7 +222,7 @@ class Script:
         wait_until(lambda: self.returncode is not None, timeout_s)
 
     def left_after(self, timeout_s: float) -> list[psutil.Process]:
-        """Processes of its family that still run some time later."""
+        """Return its descendants that are still running after some time."""
         deadline = time.monotonic() + timeout_s
         while left := [process for process in self.family if is_running(process.pid)]:
             if time.monotonic() > deadline:
@@ -231,7 +231,7 @@ class Script:
         return left
 
     def kill(self) -> None:
-        """End the script and all its family."""
+        """Kill the script and all its descendants."""
         if self.returncode is None:
             self.note_family()
             self._process.kill()

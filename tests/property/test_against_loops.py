@@ -223,7 +223,7 @@ class Script:
         got = expected.check(self.get)
         if got is None:
             return
-        assert [failure.where.row for failure in self.batcher.failures] == list(expected.given_up)
+        assert [failure.where.row for failure in self.batcher.failures] == list(expected.truncated)
         then = self.rng.choice(["keep", "spoil", "drop"])
         if then == "keep":
             self.kept.append((got, expected))

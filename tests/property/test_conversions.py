@@ -61,7 +61,7 @@ def fits(value: Any, target: Dtype) -> bool:
     return int(low) <= int(number) <= int(high)
 
 
-def is_what_was_given(stored: Any, value: Any) -> bool:
+def is_same_number(stored: Any, value: Any) -> bool:
     """Whether a number equals another one, or is a float that results from rounding it."""
     stored, number = np.asarray(stored), value.item()
     if stored.dtype.kind == value.dtype.kind == "f":
@@ -202,7 +202,7 @@ def test_a_number_arrives_unchanged_or_is_refused_by_name(name: str) -> None:
                     refused.append(str(error))
                     assert name not in TAKES_ALL or not fits(value, target), (target, value)
                 else:
-                    assert is_what_was_given(stored, value), (target, value, stored)
+                    assert is_same_number(stored, value), (target, value, stored)
                     n_stored += 1
     assert n_stored > 200
     assert all("frame" in what or "action" in what for what in refused)
@@ -249,7 +249,7 @@ def test_the_environment_gets_exactly_the_agents_actions() -> None:
                 except SpecError as error:
                     refused.append(str(error))
                     continue
-                assert is_what_was_given(result["_last_action"][0, 0, 0].numpy(), value)
-                assert is_what_was_given(env.action[0], result["action"][0, 0, 0].numpy())
+                assert is_same_number(result["_last_action"][0, 0, 0].numpy(), value)
+                assert is_same_number(env.action[0], result["action"][0, 0, 0].numpy())
     assert refused
     assert all("action" in what for what in refused)

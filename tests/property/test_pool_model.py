@@ -283,7 +283,7 @@ class PoolMachine(RuleBasedStateMachine):
         self, index: int | None, follows: bool, done: bool, terminated: bool | None
     ) -> None:
         processes, random = self.options.processes, self.options.random
-        may_go_on = index is not None or processes == 1
+        may_continue = index is not None or processes == 1
         if index is not None:
             index %= processes
         router = copy.deepcopy(self.pool._filler.router)
@@ -301,7 +301,7 @@ class PoolMachine(RuleBasedStateMachine):
         if follows and last is not None:
             self.n_frames -= self.options.frame == "stack"
             s = sub_pool.last_single.values["_frame"]
-            if sub_pool.open is not None and may_go_on:
+            if sub_pool.open is not None and may_continue:
                 sub_pool.open.continues = True
         next_s = self.frame(self.new_frame())
         ends = done if terminated is None else terminated and done
@@ -321,7 +321,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.append(number, transition)
         sub_pool.last_single = None if "_frame" not in self.stored else transition
         self.has_schema = True
-        if may_go_on and not done and "_frame" in self.stored:
+        if may_continue and not done and "_frame" in self.stored:
             sub_pool.open = transition
 
     @rule(really=st.sampled_from([False, False, False, True]))

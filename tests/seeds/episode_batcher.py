@@ -81,7 +81,7 @@ if __name__ == "__main__":
     import torch.multiprocessing as mp
     mp.set_start_method("spawn")
 
-    # Indented from here on, as the document goes on with what its guard has begun.
+    # Indented from here on, because the document continues inside its main guard.
     batcher=EpisodeBatcher(
             n_timesteps=100,
             n_slots=128,
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 
     trajectories=batcher.get(blocking=True)
 
-    first_trajectories=trajectories # Added: to be looked at; the next line takes the name.
+    first_trajectories=trajectories # Added: kept for inspection; the next line reuses the name.
 
     batcher.reexecute()
     trajectories=batcher.get()

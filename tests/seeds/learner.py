@@ -1,5 +1,5 @@
 # The programs of the document of parallel environments, with their imports renamed. The document
-# shows two methods of a class and fragments; what it leaves out is added here and says so.
+# shows two methods of a class and fragments; omitted parts are added here and marked as such.
 
 import gymnasium
 import numpy as np
@@ -47,7 +47,7 @@ class Learner:
             **kwargs,
         )
 
-        # Added: what collecting and the loop below ask for.
+        # Added: attributes that collecting and the loop below need.
         self.train_tasks = list(range(num_train_tasks))
         self.max_trajectory_len = self.train_env.horizon_bamdp
 
@@ -106,7 +106,7 @@ class logger:
 
 
 class AntDir(gymnasium.Env):
-    """In place of MuJoCo's: a point that is rewarded for going the task's way."""
+    """Replacement of MuJoCo's: a point that is rewarded for moving in the task's direction."""
 
     def __init__(self, num_train_tasks, num_eval_tasks):
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)

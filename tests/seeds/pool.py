@@ -30,7 +30,7 @@ class DummyEnv:
 if __name__ == "__main__":
     num_processes = 2
     envs = [DummyEnv() for _ in range(num_processes)]
-    # Added: the environments print their self.id, which nothing in the document gives them.
+    # Added: the environments print their self.id, which the document never sets.
     for number, env in enumerate(envs):
         env.id = number
     total_pool_size = 50

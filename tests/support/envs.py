@@ -181,7 +181,7 @@ class ValueEnv(CountingEnv):
         return self.values[min(self.t, len(self.values) - 1)]
 
 
-class AncestorCountingEnv:
+class LegacyCountingEnv:
     """``CountingEnv`` written for the old gym, without spaces.
 
     ``seed()``, ``reset()`` that returns the observation alone, ``step`` with four results.
@@ -211,14 +211,14 @@ class AncestorCountingEnv:
         self.is_closed = True
 
 
-class SpacedLegacyEnv(AncestorCountingEnv):
+class SpacedLegacyEnv(LegacyCountingEnv):
     """An old-gym environment that declares its spaces."""
 
     observation_space = COUNTING_SPACE
     action_space = spaces.Discrete(MANY)
 
 
-class AncestorInfoEnv(AncestorCountingEnv):
+class LegacyInfoEnv(LegacyCountingEnv):
     """An old-gym environment whose ``reset`` takes ``env_info``."""
 
     def __init__(self, length: int = 3, number: int = 0) -> None:
@@ -233,7 +233,7 @@ class AncestorInfoEnv(AncestorCountingEnv):
         return super().reset()
 
 
-class AncestorWrapper:
+class LegacyWrapper:
     """A wrapper in the style of the old gym: passes its arguments on, expects four results."""
 
     def __init__(self, env: Any, max_episode_steps: int | None = None) -> None:

@@ -38,7 +38,7 @@ class Expected:
         info: The info of each row.
         failures: Episode number to the step in which it fails.
         breaks: Whether the agent fails.
-        given_up: Rows, or lanes, in which an episode was truncated because of a failure.
+        truncated: Rows, or lanes, in which an episode was truncated because of a failure.
         late_info: Returns further infos that are known only once the result is returned.
     """
 
@@ -46,7 +46,7 @@ class Expected:
     info: Values
     failures: dict[int, int]
     breaks: bool = False
-    given_up: Sequence[int] = ()
+    truncated: Sequence[int] = ()
     late_info: Callable[[list[list[Values]]], Values] | None = None
 
     def check(self, get: Any) -> Any:
@@ -77,11 +77,11 @@ class ByHand:
         self.version += 1
 
     def info(
-        self, episodes: list[int], seeds: list[int], *infos: Any, given_up: Sequence[int] = ()
+        self, episodes: list[int], seeds: list[int], *infos: Any, truncated: Sequence[int] = ()
     ) -> Values:
         """Return the infos of a result's rows."""
         named = {"agent_info": infos[0], "env_info": infos[1]}
-        failed = {"failed": np.isin(episodes, given_up)} if self.setting.truncates else {}
+        failed = {"failed": np.isin(episodes, truncated)} if self.setting.truncates else {}
         return failed | {
             "episode": np.array(episodes),
             "seed": np.array(seeds),
@@ -107,7 +107,7 @@ class EpisodesByHand(ByHand):
         noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * n
         self.n_before += n
         rows, failures = [], {}
-        breaks, given_up = False, []
+        breaks, truncated = False, []
         for i, seed in enumerate(seeds):
             env = setting.observed_env()
             try:
@@ -119,9 +119,9 @@ class EpisodesByHand(ByHand):
             except RuntimeError:  # of the agent
                 breaks = True
             if env.n_truncated:
-                given_up.append(i)
-        info = self.info(list(range(n)), seeds, agent_info, env_info, given_up=given_up)
-        return Expected(rows, info, failures, breaks, given_up)
+                truncated.append(i)
+        info = self.info(list(range(n)), seeds, agent_info, env_info, truncated=truncated)
+        return Expected(rows, info, failures, breaks, truncated)
 
     def resume(self, n_pending: int) -> None:
         """Go back to the first episode that was not returned."""
@@ -190,7 +190,7 @@ class WindowsByHand(ByHand):
             for k, lane in self.lanes.items():
                 lane.options = options_of(env_info, k)
         running = [k for k, lane in self.lanes.items() if not lane.is_over]
-        rows, failures, given_up = [], {}, []
+        rows, failures, truncated = [], {}, []
         for k in running:
             info, env = row_of(self.agent_info, k), self.lanes[k].env
             env.n_truncated = 0
@@ -199,11 +199,11 @@ class WindowsByHand(ByHand):
             except Failed as failed:
                 failures[k] = failed.step
             if env.n_truncated:
-                given_up.append(k)
+                truncated.append(k)
         seeds = [self.seeds.seed(k, 0) for k in running]
-        info = self.info(running, seeds, self.agent_info, self.env_info, given_up=given_up)
+        info = self.info(running, seeds, self.agent_info, self.env_info, truncated=truncated)
         late_info = partial(self.moved, running)
-        return Expected(rows, info, failures, False, given_up, late_info) if running else None
+        return Expected(rows, info, failures, False, truncated, late_info) if running else None
 
 
 class EpisodesTogether(EpisodesByHand):

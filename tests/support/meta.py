@@ -121,7 +121,7 @@ class DrawnTaskEnv(DrawingEnv):
         self.task = 10 * sum(self.draw(n_drawn + 1))
 
 
-class AncestorEnv:
+class OldGymEnv:
     """An environment written for the old gym: only ``seed`` seeds it.
 
     ``step`` has four results, ``reset`` has no arguments, and the time limit is stored as in the
@@ -151,7 +151,7 @@ class AncestorEnv:
         return observation, reward, terminated, info
 
 
-class AncestorDrawingEnv(AncestorEnv):
+class LegacyDrawingEnv(OldGymEnv):
     def __init__(self) -> None:
         super().__init__(DrawnTaskEnv(), 6)
 
@@ -160,7 +160,7 @@ DRAWING = (
     DrawingEnv,
     TaskFirstEnv,
     DrawnTaskEnv,
-    AncestorDrawingEnv,
+    LegacyDrawingEnv,
 )
 """Environments whose resets and tasks draw what the next draws depend on."""
 

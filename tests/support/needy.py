@@ -11,7 +11,7 @@ from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManag
 
 from support import envs
 from support.agents import StepCounter
-from support.envs import AncestorCountingEnv, CountingEnv
+from support.envs import CountingEnv, LegacyCountingEnv
 
 LENGTHS, IDS = [2, 1], [5, 6]
 
@@ -75,7 +75,7 @@ class NeedyEnv(CountingEnv):
         return {"frame": observation} if self.is_dict else observation
 
 
-class OldNeedyEnv(AncestorCountingEnv):
+class OldNeedyEnv(LegacyCountingEnv):
     """The same with the old gym's interface, without spaces."""
 
     def __init__(self, needs: bool = True) -> None:
@@ -98,7 +98,7 @@ class NeedyAgent(StepCounter):
 def create_needy(
     seed: int, kind: Any = NeedyEnv, needs: tuple[bool, bool] = (True, True), **arguments: Any
 ) -> GymEnv:
-    """Create two lanes, of which those selected or all need their options."""
+    """Create two lanes; the selected ones, by default all, need their options."""
     return GymEnv([kind(needs=each, **arguments) for each in needs], seed)
 
 

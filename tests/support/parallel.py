@@ -23,7 +23,7 @@ EnvFn = Callable[[], Any]
 
 
 class TaskEnv(gymnasium.Env[Any, Any]):
-    """Its observation is ``[step, task]``; the task is an argument of ``reset``, -1 without."""
+    """The observation is ``[step, task]``; the task is an argument of ``reset``, -1 without."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)

@@ -53,7 +53,7 @@ def named(name: str, n_workers: int, root: Path) -> Check:
     return check
 
 
-def test_a_machine_with_enough_resources(root: Path) -> None:
+def test_a_machine_with_enough_resources_passes(root: Path) -> None:
     checks = [*examine(4, root)]
     assert {(check.status, check.fix) for check in checks} == {("ok", "")}
     what = {check.name: check.what for check in checks}
@@ -76,7 +76,9 @@ def test_missing_resources_are_reported_with_a_fix(
     assert check.what == "workers are spawned, not forked from a template: it has 2 threads"
 
 
-def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_workers_that_do_not_start_are_reported(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     for error, what, fix in (
         (WorkerDiedError("worker 0 died", exitcode=1, fix="look"), "worker 0 died", "look"),
         (RuntimeError(), "RuntimeError", ""),

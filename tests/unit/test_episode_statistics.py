@@ -97,7 +97,7 @@ def test_reset_discards_running_episodes() -> None:
     assert statistics.update(ends.slice(1, 2)).lengths.tolist() == [3]
 
 
-def test_complete_episodes() -> None:
+def test_complete_episodes_are_summed_up() -> None:
     reward = torch.tensor([[1.0, 2.0, 7.0], [1.0, 2.0, 3.0]])  # padding does not count
     done = torch.tensor([[False, True, False], [False, False, True]])
     trajectories = TemporalDictTensor({"_reward": reward, "_done": done}, torch.tensor([2, 3]))

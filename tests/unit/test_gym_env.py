@@ -171,7 +171,7 @@ def test_undeclared_observations_are_specified_by_the_first_one(first: Any, expe
 
 
 @pytest.mark.parametrize("given", [3, 1.5, [1.5, 2.5]])
-def test_without_an_action_space_actions_arrive_as_numbers_or_arrays(given: Any) -> None:
+def test_actions_arrive_as_numbers_or_arrays_without_an_action_space(given: Any) -> None:
     env = SpaceEnv(BIT, None)
     lanes = GymEnv([env], seed=0)
     lanes.reset()

@@ -119,7 +119,9 @@ def one(keys: Any, extra: Any = None) -> Any:
         (["x/y/z"], {"y": {"z": 3}}, torch.float32, 3),
     ],
 )
-def test_values_and_dtypes(keys: Any, given: Any, dtype: torch.dtype, stored: Any) -> None:
+def test_values_and_dtypes_are_those_of_the_infos(
+    keys: Any, given: Any, dtype: torch.dtype, stored: Any
+) -> None:
     value = one(keys, {"x": given})[next(iter(keys))][0]
     assert value.dtype == dtype
     np.testing.assert_array_equal(value.numpy(), stored)

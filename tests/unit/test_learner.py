@@ -79,13 +79,13 @@ def test_transitions_end_with_their_own_final_observation_under_autoreset() -> N
         make = functools.partial(make_env, TaskEnv, 3, show_start=show_start, limit=limit)
         return episodes(learner_of(CountingActor(), env=lanes(n_lanes, make), tasks=[2, 5]), 4)
 
-    for ancestors, shown in zip(stored(False), stored(True), strict=True):
+    for expected, shown in zip(stored(False), stored(True), strict=True):
         starts = [0, limit, 2 * limit]
         assert (shown[0][starts, 0] == 0).all()
         assert (shown[0][:, 2] == 0).all()
         rest = np.setdiff1d(np.arange(3 * limit), starts)
-        assert np.array_equal(shown[0][rest], ancestors[0][rest])
-        for one, other in zip(shown[1:], ancestors[1:], strict=True):
+        assert np.array_equal(shown[0][rest], expected[0][rest])
+        for one, other in zip(shown[1:], expected[1:], strict=True):
             assert np.array_equal(one, other)
 
 

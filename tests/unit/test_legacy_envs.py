@@ -15,11 +15,11 @@ from rlpool import DictTensor, EnvSpecError, EpisodeBatcher, GymEnv, GymEnvInf
 
 from support.agents import StepCounter
 from support.envs import (
-    AncestorCountingEnv,
-    AncestorInfoEnv,
-    AncestorWrapper,
     CountingEnv,
     InfoEnv,
+    LegacyCountingEnv,
+    LegacyInfoEnv,
+    LegacyWrapper,
     SpacedLegacyEnv,
     assert_same_tensors,
     counting_trajectories,
@@ -44,11 +44,11 @@ def collect(make_env: Any, n_episodes: int, infos: Any = None, **arguments: Any)
         return batcher.get()
 
 
-def wrapped(*arguments: Any, **named: Any) -> AncestorWrapper:
-    return AncestorWrapper(AncestorCountingEnv(*arguments, **named))
+def wrapped(*arguments: Any, **named: Any) -> LegacyWrapper:
+    return LegacyWrapper(LegacyCountingEnv(*arguments, **named))
 
 
-@pytest.mark.parametrize("kind", [AncestorCountingEnv, SpacedLegacyEnv, wrapped])
+@pytest.mark.parametrize("kind", [LegacyCountingEnv, SpacedLegacyEnv, wrapped])
 def test_trajectories_match_those_of_modern_environments(kind: Any) -> None:
     trajectories = collect(lambda: kind(5, 2), 3)
     assert_same_tensors(trajectories, counting_trajectories([5, 5, 5], [2, 2, 2]))
@@ -61,7 +61,7 @@ def test_trajectories_match_those_of_modern_environments(kind: Any) -> None:
 def test_legacy_gym_spaces_are_recognised_by_class_name() -> None:
     Box = type("Box", (), {"shape": (3,), "dtype": np.dtype(np.float64)})  # noqa: N806
     Discrete = type("Discrete", (), {"n": 4})  # noqa: N806
-    inner: Any = AncestorCountingEnv()
+    inner: Any = LegacyCountingEnv()
     inner.observation_space = type("Dict", (), {"spaces": {"x": Box(), "y": Discrete()}})()
     inner.reset = lambda: {"x": np.zeros(3), "y": 3}
     observation, _ = GymEnv([inner], seed=0).reset()
@@ -71,7 +71,7 @@ def test_legacy_gym_spaces_are_recognised_by_class_name() -> None:
 # Arguments of reset
 
 
-class DefaultInfoEnv(AncestorCountingEnv):
+class DefaultInfoEnv(LegacyCountingEnv):
     """Environment that requires ``env_info``, with a default."""
 
     def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
@@ -99,11 +99,11 @@ def test_an_environments_own_default_applies_without_env_info(kind: Any, is_wrap
         assert after["frame"].tolist() == [[0, number]]
 
 
-def test_env_info_reaches_resets_that_take_it_at_every_reset() -> None:
+def test_env_info_is_passed_to_every_reset_that_accepts_it() -> None:
     info = DictTensor({"length": torch.tensor([3, 1, 5]), "id": torch.tensor([7, 8, 9])})
-    trajectories = collect(AncestorInfoEnv, 3, {"env_info": info})
+    trajectories = collect(LegacyInfoEnv, 3, {"env_info": info})
     assert_same_tensors(trajectories, counting_trajectories([3, 1, 5], [7, 8, 9]))
-    for make in (AncestorInfoEnv, InfoEnv, lambda length: TimeLimit(InfoEnv(length), 10)):
+    for make in (LegacyInfoEnv, InfoEnv, lambda length: TimeLimit(InfoEnv(length), 10)):
         made: Any = make(length=1)
         inner = getattr(made, "env", made)
         env = GymEnvInf([made], seed=0)
@@ -120,7 +120,7 @@ class SeededEnv(CountingEnv):
 
 
 def test_options_that_reset_does_not_accept_are_refused_with_its_signature() -> None:
-    for make, named in ((wrapped, "AncestorCountingEnv"), (SeededEnv, "SeededEnv")):
+    for make, named in ((wrapped, "LegacyCountingEnv"), (SeededEnv, "SeededEnv")):
         env = GymEnv([make()], seed=0)
         env.reset()
         with pytest.raises(EnvSpecError, match=rf"{named}.*'level'"):

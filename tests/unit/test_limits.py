@@ -49,7 +49,7 @@ def test_machine_and_container_limit_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", ["/", "/../elsewhere"])
-def test_in_a_container_the_topmost_group_counts(tmp_path: Path, group: str) -> None:
+def test_the_topmost_control_group_of_a_container_counts(tmp_path: Path, group: str) -> None:
     root = container(tmp_path, group, {"memory.max": "4096", "memory.current": "96"})
     machine(root, {"sys/fs/elsewhere/memory.max": "12"})
     assert [bound.free for bound in memory_bounds(root)[1:]] == [4000]

@@ -304,7 +304,7 @@ def test_actions_of_living_agents_must_be_in_their_space() -> None:
     assert "'small_1'" in str(caught.value.__cause__)
 
 
-def test_per_agent_and_its_inverse_name_what_is_missing() -> None:
+def test_per_agent_and_its_inverse_name_missing_parts() -> None:
     episodes, groups = collected(), collected(GROUPS)
     own = groups.per_agent("big")
     refused: list[tuple[Any, str]] = [

@@ -92,7 +92,7 @@ def test_lengths_and_info_belong_to_the_batch() -> None:
         assert list(batch.info) == ["task"]
 
 
-def test_batches_without_keys() -> None:
+def test_batches_without_keys_are_supported() -> None:
     for empty in (DictTensor(), DictTensor.cat([])):
         assert (empty.n_elems(), empty.device(), empty.specs(), empty.unfold()) == (0, None, {}, [])
         for rows in (0, slice(0, 2), torch.tensor([5]), torch.ones(3, dtype=torch.bool)):
@@ -108,7 +108,7 @@ def test_batches_without_keys() -> None:
     assert TemporalDictTensor.cat([]).n_elems() == 0
 
 
-def test_which_operations_return_views_or_copies() -> None:
+def test_operations_return_the_documented_views_or_copies() -> None:
     batch, steps = batch_of(), steps_of()
     row, frame = address(batch["frame"][2]), steps["frame"]
     second, later = address(frame[1]), address(frame[0, 1])

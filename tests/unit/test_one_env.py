@@ -22,7 +22,7 @@ from support.acting_envs import (
     actions,
     states,
 )
-from support.envs import AncestorCountingEnv, CountingEnv, SpaceEnv
+from support.envs import CountingEnv, LegacyCountingEnv, SpaceEnv
 
 
 class Transitions(NamedTuple):
@@ -157,7 +157,7 @@ def without_actions() -> DuckEnv:
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: episode_of(ScriptedEnv(ZEROS)), EnvSpecError, "env.reset"),
-    (lambda: episode_of(AncestorCountingEnv()), EnvSpecError, "env.reset"),
+    (lambda: episode_of(LegacyCountingEnv()), EnvSpecError, "env.reset"),
     (lambda: episode_of(after_reset((0, ZEROS, 0.0, False), (0, 1))), EnvSpecError, "step 1"),
     (lambda: episode_of(broken()), EnvSpecError, "env.step"),
     (lambda: episode_of(states(ZEROS, ZEROS, np.zeros(5))), EnvSpecError, "'state'"),

@@ -98,7 +98,9 @@ every_function = pytest.mark.parametrize("kind", FUNCTIONS)
     has_lengths=booleans(),
     seed=integers(0, 2**32),
 )
-def test_equals_a_plain_loop(kind: str, n_timesteps: int, has_lengths: bool, seed: int) -> None:
+def test_results_equal_a_plain_loop(
+    kind: str, n_timesteps: int, has_lengths: bool, seed: int
+) -> None:
     w = Window(5, n_timesteps, seed=seed)
     got = FUNCTIONS[kind](w, **({"lengths": w.lengths} if has_lengths else {}))
     expected = torch.zeros_like(got)

@@ -56,9 +56,7 @@ class Uneven(ArrayEnv):
         (AutoresetMode.NEXT_STEP, [1, 3, 1, 1, 3, 1, 1, 3, 1]),
     ],
 )
-def test_a_lane_that_is_ready_takes_the_next_episode(
-    mode: AutoresetMode, expected: list[int]
-) -> None:
+def test_a_ready_lane_takes_the_next_episode(mode: AutoresetMode, expected: list[int]) -> None:
     def create(seed: int) -> VectorGymEnv:
         return VectorGymEnv(Uneven(2, mode, "all"), seed, seeding="request")
 
@@ -97,7 +95,7 @@ def test_lanes_that_never_restart_are_refused() -> None:
 @pytest.mark.parametrize(
     ("mode", "restarts"), [(AutoresetMode.NEXT_STEP, True), (AutoresetMode.SAME_STEP, False)]
 )
-def test_reset_and_step_with_tensors(mode: AutoresetMode, restarts: bool) -> None:
+def test_reset_and_step_accept_tensors(mode: AutoresetMode, restarts: bool) -> None:
     vec = create_arrays(3, mode.value, auto_reset=restarts)
     for _ in range(2):
         (observation, running), steps = vec.reset(), torch.zeros(3, dtype=torch.int64)

@@ -142,7 +142,7 @@ class FailingAgent(StepCounter):
         return super().__call__(state, observation, agent_info, history)
 
 
-def test_a_call_that_raised_is_over() -> None:
+def test_a_call_that_raised_counts_as_ended() -> None:
     with EpisodeBatcher(8, 8, FailingAgent, {}, create_env, {}, 0, 1) as batcher:
         batcher.execute(2)
         with pytest.raises(AgentError):

@@ -23,7 +23,7 @@ from rlpool import (
 )
 
 from support.envs import CountingEnv, ValueEnv
-from support.meta import DRAWING, AncestorEnv, DrawnTaskEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
+from support.meta import DRAWING, DrawnTaskEnv, OldGymEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
 
 ZERO = np.zeros(2, np.float32)
 
@@ -144,7 +144,7 @@ def test_an_oracle_sees_a_task_that_is_assigned_later() -> None:
 
 
 def test_a_legacy_environment_works() -> None:
-    env = VariBadWrapper(AncestorEnv(TaskEnv(limit=None), 2), 2, oracle=True)
+    env = VariBadWrapper(OldGymEnv(TaskEnv(limit=None), 2), 2, oracle=True)
     first, results = run(env, task=3, seed=7)
     assert (env.horizon_bamdp, env.n_tasks) == (4, 7)
     expected = [[t, 3, 3, -3, flag] for t, flag in ((0, 0), (1, 0), (2, 1), (1, 0), (2, 1))]
