@@ -22,7 +22,7 @@ DEADLINE_S = {"values": 60, "selection": 60, "seeds": 60, "faults": 45, "limits"
 IMPORT_S = 60  # until the first check begins
 SIGNAL_AFTER_S = 2  # from ``ready`` to the signal
 END_S = 25  # from the last check, or the signal, to the end of the process
-LEFT_S = 5  # from the end of the process to that of all others
+LEFT_S = 10  # from the end of the process to that of all others
 MOUNT = 'mount -t tmpfs -o size="$1"m tmpfs /dev/shm && shift && exec "$@"'
 
 

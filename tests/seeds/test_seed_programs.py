@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlpool import Pool
+
 from support.programs import run_as_main
 from support.variants import variants
 
@@ -34,10 +36,12 @@ def run(program_folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
             source = source.replace(old, new)
         script = program_folder / f"{name}.py"
         script.write_text(source, encoding="utf-8")
-        names = run_as_main(script, *arguments)
+        value = eval(kept, run_as_main(script, *arguments))
+        if isinstance(value, Pool):
+            value.close()  # its processes write what they have printed when they end
         output, errors = capfd.readouterr()
         assert "Traceback" not in errors
-        return output, eval(kept, names)
+        return output, value
 
     return run
 
