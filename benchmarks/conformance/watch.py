@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.conformance.checks.every import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = {"values": 60, "selection": 60, "seeds": 60, "faults": 45, "limits": 45}
+DEADLINE_S = {"values": 120, "selection": 120, "seeds": 120, "faults": 45, "limits": 45}
 IMPORT_S = 60  # until the first check begins
 SIGNAL_AFTER_S = 2  # from ``ready`` to the signal
 END_S = 25  # from the last check, or the signal, to the end of the process
