@@ -279,7 +279,7 @@ def test_invalid_arguments_and_calls_are_refused() -> None:
     batcher = make(1)
     for call, error, named in (
         (batcher.get, UsageError, "pending"),
-        (batcher.stats, UsageError, "process"),
+        (batcher.stats, UsageError, "other machines"),
         (lambda: batcher.execute(2, {"gain": [1.0]}), SpecError, "gain"),
         (lambda: batcher.update(threading.Lock()), SpecError, "lock"),
         (lambda: batcher.seek(-1), SpecError, "number"),
