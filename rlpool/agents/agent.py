@@ -314,11 +314,11 @@ def check_is_factory(name: str, function: Any) -> None:
     is_made = is_agent(function)
     if callable(function) and not is_made:
         return
-    message, fix = f"{function!r:.80}", f"pass a function as {name}"
+    got, fix = f"{function!r:.80}", f"pass a function as {name}"
     if is_made or hasattr(function, "step"):
         its_name = getattr(function, "__name__", None)
-        message = f"an object, {its_name or type(function).__name__}"
+        got = f"an object, {its_name or type(function).__name__}"
         made = "lambda: policy" if its_name else "MyAgent, agent_args={...}"
         made = made if name == "create_agent" else "lambda seed: GymEnv(...)"
         fix = f"pass the function or class that makes it; every worker calls it: {name}={made}"
-    raise SpecError(f"{name} is {message}", fix=fix)
+    raise SpecError(f"{name} is {got}", fix=fix)

@@ -475,14 +475,14 @@ def _digest_of(value: Any) -> str:
         if isinstance(part, torch.Tensor):
             flat = part.detach().cpu().contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().tobytes()
-            message = f"{part.dtype} {list(part.shape)}"
+            header = f"{part.dtype} {list(part.shape)}"
         elif isinstance(part, np.ndarray | np.generic) and part.dtype.kind in "biufcSU":
-            data, message = part.tobytes(), f"{part.dtype.str} {list(part.shape)}"
+            data, header = part.tobytes(), f"{part.dtype.str} {list(part.shape)}"
         elif part is None or isinstance(part, str | bytes | int | float):
-            message = repr(part)
+            header = repr(part)
         else:
-            message = getattr(part, "__qualname__", type(part).__qualname__)
-        digest.update(f"{path} {message}\n".encode())
+            header = getattr(part, "__qualname__", type(part).__qualname__)
+        digest.update(f"{path} {header}\n".encode())
         digest.update(data)
     return f"sha256:{digest.hexdigest()}"
 

@@ -109,21 +109,21 @@ def _draw(store: Store, generator: np.random.Generator, n: int) -> NDArray:
     return store.sub_pools.rows_of(index, numbers)
 
 
-def _steps_from(store: Store, first: NDArray, most: int, samples: str) -> tuple[NDArray, NDArray]:
+def _steps_from(store: Store, first: NDArray, most: int, name: str) -> tuple[NDArray, NDArray]:
     """Find consecutive steps of an episode.
 
     Args:
         store: The store.
         first: Rows of the first steps, int64 ``[n]``.
         most: Maximum number of steps, which may exceed the number of transitions.
-        samples: Their name in errors.
+        name: Name of the samples in errors.
 
     Returns:
         Rows ``[n, most]``, and the number of steps of one episode in each, at least 1.
     """
     if most > 1:
         missing = TRUNCATED_KEY if store.terminal_known else DONE_KEY
-        _check_known(store.ends_known, samples, missing)
+        _check_known(store.ends_known, name, missing)
     ahead = np.arange(min(most, len(store)))
     rows = store.sub_pools.ahead(first[:, None], ahead)
     # The newest transition is a last one, so this never leaves the stored rows.
@@ -185,11 +185,11 @@ def _weights(store: Store, rows: NDArray, beta: float) -> dict[str, NDArray]:
     }
 
 
-def _check_known(is_known: bool, samples: str, missing: str) -> None:
+def _check_known(is_known: bool, name: str, missing: str) -> None:
     """Refuse samples that need unknown ends or terminations of episodes."""
     if not is_known:
         raise SpecError(
-            f"{samples} need the ends of episodes, but some trajectories had no {missing!r}",
+            f"{name} need the ends of episodes, but some trajectories had no {missing!r}",
             fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}",
         )
 
