@@ -289,7 +289,7 @@ def agent_step(returned: Any, state: DictTensor | None) -> AgentStep:
     if not isinstance(returned, DictTensor | Mapping):
         several = f" of {n_values}" if isinstance(returned, tuple | list) else ""
         message = f"the agent returned {type(returned).__name__}{several}, not its outputs"
-        fix = 'return {"action": actions, ...}, or (outputs, next_state) with a recurrent state'
+        fix = 'return {"action": actions, ...}, or with a memory (outputs, next_state), both dicts'
         raise SpecError(message, fix=fix)
     if state is not None and not state.empty():
         raise SpecError("the agent returned no next state", fix="return (outputs, next_state)")

@@ -23,7 +23,7 @@ class NoiseStarts:
     """
 
     _MAX_EPISODES = 32  # per block: enough to make the cost per episode negligible
-    _BLOCK_NUMBERS = 2**14  # per block: also enough, even for a few long episodes
+    _BLOCK_NUMBERS = 2**14  # per block: also enough, even if few episodes reach it
     _KEPT_NUMBERS = 2**20  # in all blocks: 4 MiB
 
     def __init__(self, keys: Words, n_noise: int) -> None:

@@ -59,8 +59,8 @@ def replay_agent(
         KeyError: If the trajectories lack the agent's state or noise.
 
     Note:
-        ``history`` holds the collected steps as constants. It starts at the row's first step:
-        steps before a window are not available.
+        ``history`` holds the collected steps as constants. It starts at the row's first step at
+        the earliest: steps before a window are not available.
 
     Example:
         >>> class Linear(torch.nn.Module):

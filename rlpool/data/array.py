@@ -38,8 +38,8 @@ class Array:
     NumPy's assignment does: a float written to an int array is truncated.
 
     Args:
-        batch_shape: Sizes of the batch dimensions. The first one is time, the number of visible
-            rows.
+        batch_shape: Sizes of the batch dimensions. The first one is time: its size is the number of
+            visible rows.
         dtype: A numeric or bool dtype of NumPy or torch.
         feature_shape: Shape of one element of the batch.
         padding: Extra rows before the first and after the last row of ``full_size``.

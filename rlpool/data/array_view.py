@@ -141,7 +141,7 @@ class View:
         places = [array[tuple(parts)] for array in np.broadcast_arrays(*sources.values())]
         axes = _axes_after(leading, parts, places[0].ndim)
         for number, place in zip(sources, places, strict=True):
-            dims[number] = place if axes else int(place)  # a single element
+            dims[number] = place if axes else int(place)  # a single position
         return View(self.sizes, tuple(dims), tuple(axes))
 
     def shifted(self, n_steps: int) -> View:

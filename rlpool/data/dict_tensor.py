@@ -129,8 +129,8 @@ class DictTensorBase:
 
         Args:
             rows: An int drops the batch dimension and a slice keeps it; both give views. An int
-                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end.
-                Without keys, any selection returns an empty ``DictTensor``.
+                tensor ``[N]`` or a bool mask ``[B]`` copies. Negative ints count from the end. Any
+                selection from a ``DictTensor`` without keys is an empty one.
 
         Raises:
             IndexError: If a row does not exist (a slice is clipped, as in Python).
@@ -388,7 +388,7 @@ class DictTensor(DictTensorBase):
         return DictTensor._wrap({k[cut:]: t for k, t in own.items() if k.startswith(prefix)})
 
     def __add__(self, other: DictTensor) -> DictTensor:
-        """Return the union of both, sharing tensors; ``SpecError`` if keys or batches clash."""
+        """Return the union of the keys, sharing tensors; ``SpecError`` if keys or rows clash."""
         if not isinstance(other, DictTensor):
             return NotImplemented
         common = [key for key in self._tensors if key in other._tensors]

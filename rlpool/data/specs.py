@@ -255,7 +255,7 @@ def stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
 
 
 def narrowed(structure: Structure, keep_float64: bool | Collection[str]) -> Structure:
-    """Replace float64 by float32 in a structure, except for all keys or those in ``keep_float64``.
+    """Store float64 as float32, except under the keys of ``keep_float64`` (True keeps all).
 
     Raises:
         SpecError: If there is no such key.

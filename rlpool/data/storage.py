@@ -93,7 +93,7 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
     there_are = min(bound.total for bound in memory_bounds())
     try:
         if n_bytes > there_are:
-            raise MemoryError(f"the total is {human(there_are)}")
+            raise MemoryError(f"total memory is {human(there_are)}")
         return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
     except (MemoryError, OSError, RuntimeError) as error:  # from NumPy, mmap and torch
         raise SpecError(

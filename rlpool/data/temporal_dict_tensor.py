@@ -479,7 +479,7 @@ class TemporalDictTensor(DictTensorBase):
         return TemporalDictTensor.from_packed(*agent_axis.packed(self, group, shared))
 
     def from_agents(self, values: Tensor, group: str = "") -> Tensor:
-        """Return values of each agent's own steps to joint episodes: the inverse of ``per_agent``.
+        """Scatter values of each agent's own steps to joint episodes: the inverse of ``per_agent``.
 
         Args:
             values: ``[B * A, T', ...]``, such as advantages of ``per_agent(group)``.

@@ -90,9 +90,9 @@ def evaluate(
 
     Successes are read from the key ``success`` (in any step of the episode, as in Meta-World) or
     ``is_success`` (in its last step, as in Gymnasium-Robotics), which ``info_keys`` of ``GymEnv``
-    has to request. Numbers above 0.5 count as success. NaN is an error. So is a key of
-    ``info_keys`` that is absent from the infos of all episodes (unless some are in the ``record``,
-    or a ``ParallelEnvManager`` runs them).
+    has to request; without either, there are no successes. Numbers above 0.5 count as success. NaN
+    is an error. So is a key of ``info_keys`` that is absent from the infos of all episodes (unless
+    some are in the ``record``, or a ``ParallelEnvManager`` runs them).
 
     Args:
         agent: The agent. It has to be picklable with workers, otherwise ``copy.deepcopy`` has to

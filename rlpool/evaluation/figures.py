@@ -145,7 +145,7 @@ def summary_of(evaluation: Evaluation, failures: str | float | None) -> Summary:
 
 
 def returns_of(evaluation: Evaluation, failures: str | float | None) -> tuple[NDArray, NDArray]:
-    """Return the float64 returns that count, and a mask of their episodes, ``[n_episodes]``.
+    """Return the float64 returns that count, and a bool mask of their episodes ``[n_episodes]``.
 
     Args:
         evaluation: The evaluation.
@@ -189,8 +189,8 @@ def compare(
 ) -> Comparison:
     """Compare two evaluations on the seeds that both have.
 
-    Pairs share the seed of their environment, so anything that depends on the seed (the start, the
-    goal) cancels in the difference. Needs the extra ``evaluation``.
+    Pairs share the seed of their environment, so that the start, the goal and anything else that
+    the seed determines are the same in both. Needs the extra ``evaluation``.
 
     Args:
         first: An evaluation.

@@ -29,7 +29,7 @@ class RolloutColumns(NamedTuple):
         observations: ``[L, ...]``, or a dict of such arrays; numbers are ``[L, 1]``.
         actions: Likewise.
         rewards: float32 ``[L, 1]``.
-        terminals: bool ``[L, 1]``, True only in the last step, and only for a termination.
+        terminals: bool ``[L, 1]``, True at most in the last step, and only for a termination.
         next_observations: Like the observations, one step later.
     """
 

@@ -37,8 +37,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
       action is its first one. With ``show_start``, ``step`` returns that first observation instead,
       and the one with the flag is ``info["final_obs"]``.
     - A trial ends like its last episode: ``terminated`` if the environment terminated it,
-      ``truncated`` at its time limit. (Within the trial, the end of an episode is only reported in
-      ``info["done_mdp"]``.) A trial that merely reaches its horizon is therefore not
+      ``truncated`` at its time limit. (Within the trial, the end of an episode is neither; it is
+      reported in ``info["done_mdp"]``.) A trial that merely reaches its horizon is therefore not
       ``terminated``, and an off-policy learner bootstraps there.
     - Box actions are clipped to [-1, 1] and scaled to the environment's own bounds.
 

@@ -160,8 +160,8 @@ def from_trajectories(tensors: Tensors, lengths: NDArray, schema: Schema) -> New
         schema: The schema of the store.
 
     Raises:
-        SpecError: If a value does not fit the stored dtype, a flag is not a bool, or a stack is not
-            the previous one shifted by a frame.
+        SpecError: If a value does not fit the stored dtype, a flag is not a single bool, 0 or 1, or
+            a stack is not the previous one shifted by a frame.
     """
     rows = np.arange(len(lengths)).repeat(lengths)
     times = np.arange(len(rows)) - (lengths.cumsum() - lengths).repeat(lengths)
@@ -305,7 +305,7 @@ def converted(key: str, array: NDArray, dtype: np.dtype[Any]) -> NDArray:
     """Convert values to the dtype of their column with ``fitted``."""
     if key in REWARDS:
         return fitted_rewards(repr(key), array)
-    return fitted(repr(key), array, dtype, "add a transition with a wide enough dtype first")
+    return fitted(repr(key), array, dtype, "start a pool with a dtype that fits all values")
 
 
 # Specs ------------------------------------------------------------------------------------------

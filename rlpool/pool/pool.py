@@ -54,9 +54,9 @@ class Pool:
         pool_size: Total capacity in transitions.
         window_size: Number of transitions that a sub-pool keeps when it overflows, at most its
             capacity.
-        clearing_freq: After this many additions to a sub-pool, drop its ``window_size_`` oldest
-            transitions.
-        window_size_: Required with ``clearing_freq``.
+        clearing_freq: Whenever this many transitions have been added to a sub-pool, drop its
+            ``window_size_`` oldest ones.
+        window_size_: Number of transitions to drop; only together with ``clearing_freq``.
         random: Whether a transition of ``store()`` is added to a random sub-pool, with probability
             proportional to 1 / (its length + 1), or to that of its process. If transitions of
             several processes mix, successors are unknown: sequences and n-step returns have a
@@ -293,7 +293,8 @@ class Pool:
         The transitions of a sub-pool form one stream, as from one environment: a transition that
         starts in the state after the previous one continues its episode unless that was ``done``,
         and the state between them is stored once. Use a different ``index`` for each of several
-        environments. Without an index, transitions are only continued in a single sub-pool.
+        environments. Without an index, transitions only continue each other in a pool with a
+        single sub-pool.
 
         Args:
             s: The state ``[*S]``, an array, tensor or number; copied.

@@ -68,7 +68,7 @@ class EpisodeRunner:
         closed: Whether ``close`` was called.
 
     Raises:
-        SpecError: For a wrong number of environments, and for other objects.
+        SpecError: For a wrong number of environments, and for objects that are not environments.
         WorkerStartupError: If an environment or the policy cannot be pickled.
     """
 
@@ -214,7 +214,7 @@ class WorkerFactory:
     root: int
 
     def create_env(self, seed: int) -> OneEnv:
-        """Load the environment of the worker with a seed."""
+        """Load the environment of the worker that is created with this seed."""
         _derive_entropy_from_process()
         root = root_from(self.root)
         number = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
@@ -258,7 +258,7 @@ class ActionChooser(Agent):
             # The environment ignores this and chooses its own action.
             actions = {key: observation[f"last_{key}"] for key in self._env.action_leaves or ()}
         elif self._env.is_fresh and self._first is not None:
-            actions = self._first  # also needed by the call before the episode
+            actions = self._first  # the loop calls twice, also before the episode
         else:
             actions = self._chosen(observation)
             self._first = actions if self._env.is_fresh else None

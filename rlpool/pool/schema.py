@@ -112,7 +112,7 @@ class Schema:
         return ", ".join(each.values())
 
     def check(self, specs: Mapping[str, TensorSpec], source: str) -> None:
-        """Refuse transitions whose shapes differ from the schema.
+        """Refuse transitions, with all keys present, whose shapes differ from the schema.
 
         Raises:
             SpecError: Naming the key and both specs.
