@@ -25,7 +25,7 @@ class DeviceAgent(Agent):
         device: The device.
 
     Raises:
-        SpecError: If ``agent`` is not an agent, or there is no such device.
+        SpecError: If ``agent`` is not an agent, or the device does not exist.
 
     Example:
         >>> device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +56,7 @@ class DeviceAgent(Agent):
         return is_own or self._called.makes_initial_states()
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> Tensors | None:
-        """The agent's initial state."""
+        """Return the agent's initial state."""
         info = None if agent_info is None else agent_info.to(self.device)
         state = self._called.initial_state(info, n)
         if state is None or not torch.is_inference_mode_enabled():

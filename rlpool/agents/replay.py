@@ -1,4 +1,4 @@
-"""Recomputes an agent's outputs during collection, with gradients."""
+"""Recomputation of an agent's outputs on collected trajectories, with gradients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def replay_agent(
         agent can return them as outputs under another name.
 
     Raises:
-        SpecError: If there is no step, or ``state`` is another word.
+        SpecError: If the trajectories have no steps, or ``state`` is another word.
         KeyError: If the trajectories lack the agent's state or noise.
 
     Note:
@@ -155,7 +155,7 @@ class _Replay:
         return before, output, after
 
     def _as_collected(self, part: Any, n_rows: int) -> DictTensor:
-        """Outputs or state of the agent, with half precisions in the collected, wider dtype."""
+        """Convert half precisions of the agent's outputs or state to the collected, wider dtype."""
         steps, tensors = self._trajectories, dict(DictTensor(part).items())
         for key, tensor in tensors.items():
             if tensor.shape[:1] != (n_rows,):
@@ -166,7 +166,7 @@ class _Replay:
         return DictTensor._wrap(tensors)
 
     def _initial_state(self, step: int) -> DictTensor:
-        """The state of episodes that start at a step, for all rows."""
+        """Return the state of episodes that start at a step, for all rows."""
         state = None
         if self._agent.makes_initial_states():
             state = self._agent.initial_state(self._agent_info, self._n_rows)
@@ -175,13 +175,13 @@ class _Replay:
         return self._as_collected(state, self._n_rows)
 
     def _at(self, step: int, keys: list[str]) -> DictTensor:
-        """Values ``[B, ...]`` of a step; ended rows repeat their last step."""
+        """Return values ``[B, ...]`` of a step; ended rows repeat their last step."""
         tensors = {key: self._trajectories[key] for key in keys}
         times = self._last.clamp(max=step)
         return DictTensor({k: taken(tensor, self._rows, times) for k, tensor in tensors.items()})
 
     def _history(self, step: int) -> TemporalDictTensor:
-        """The previous steps of each row's episode, zero-padded past the lengths."""
+        """Return the previous steps of each row's episode, zero-padded past the lengths."""
         steps = self._trajectories
         numbers = torch.arange(step + 1, device=steps.device())
         began = torch.where(self._is_first[:, : step + 1], numbers, 0).amax(1)
@@ -198,7 +198,7 @@ class _Replay:
         return TemporalDictTensor(shifted, lengths)
 
     def _padded(self, output: Mapping[str, Tensor]) -> TemporalDictTensor:
-        """Outputs of all transitions, ``[n, ...]``, as ``[B, T, ...]`` with zero padding."""
+        """Scatter outputs of all transitions ``[n, ...]`` to ``[B, T, ...]`` with zero padding."""
         padded = {}
         for key, tensor in output.items():
             padded[key] = tensor.new_zeros((*self._is_first.shape, *tensor.shape[1:]))

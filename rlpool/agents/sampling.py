@@ -64,7 +64,7 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def categorical_log_probability(logits: Tensor, action: Tensor) -> Tensor:
-    """Log-probability of actions under a categorical distribution.
+    """Return the log-probability of actions under a categorical distribution.
 
     Args:
         logits: Unnormalised log-probabilities, float ``[..., n]``.
@@ -124,7 +124,7 @@ def sample_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor,
 
 
 def normal_log_probability(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Log-density of rows of actions under independent normal distributions.
+    """Return the log-density of rows of actions under independent normal distributions.
 
     Args:
         mean: Means, float ``[B, n]``; further dimensions may come first.

@@ -49,14 +49,14 @@ def _steps_of_agents(joint: TemporalDictTensor, group: str) -> AgentSteps:
     """Return the steps in which the agents of a group were alive.
 
     Raises:
-        SpecError: If there is no such group.
+        SpecError: If the group does not exist.
     """
     n_elems, n_timesteps = joint.n_elems(), joint.n_timesteps()
     names = [key.rpartition("/") for key in joint if not key.startswith("_")]
     groups = [name for name, _, part in names if part == _ALIVE]
     if group not in groups:
         raise SpecError(
-            f"there is no key {join_key(group, _ALIVE)!r}, which marks the steps of each agent",
+            f"key {join_key(group, _ALIVE)!r}, which marks the steps of each agent, is missing",
             fix=f"name a group: {', '.join(map(repr, groups))}" if groups else _ALL_KEYS,
         )
     refuse_missing("the episodes", list(joint), [born := join_key(group, _BORN)], _ALL_KEYS)
@@ -75,7 +75,7 @@ def packed(
     """Return the values of all agents' steps ``[N, ...]``, lengths, and infos, for ``per_agent``.
 
     Raises:
-        SpecError: If there is no such group, or the episodes lack a key that marks their ends.
+        SpecError: If the group does not exist, or the episodes lack a key that marks their ends.
     """
     steps = _steps_of_agents(joint, group)
     marks = [f"_{join_key(group, name)}" for name in ("terminations", "truncations")]
@@ -135,7 +135,7 @@ def joined(joint: TemporalDictTensor, values: Tensor, group: str) -> Tensor:
     """Scatter values ``[B * A, T', ...]`` of agents' own steps to ``[B, T, A, ...]``, else zero.
 
     Raises:
-        SpecError: If there is not one row per agent, at least as long as its episode.
+        SpecError: Unless there is one row per agent, at least as long as its episode.
     """
     steps = _steps_of_agents(joint, group)
     n_rows = len(steps.lengths)

@@ -171,7 +171,7 @@ class Array:
             element is also an ``Array``, of shape ``()``.
 
         Raises:
-            IndexError: If there is no such row or element, or ``key`` is not an index.
+            IndexError: If a row or element does not exist, or ``key`` is not a valid index.
             UsageError: After ``close``.
 
         Example:
@@ -279,7 +279,7 @@ class Array:
     # Values -------------------------------------------------------------------------------------
 
     def to_ndarray(self) -> Values:
-        """The values as a NumPy array.
+        """Return the values as a NumPy array.
 
         Returns:
             A view, which stays valid after ``close``; a copy if this array was selected by index
@@ -308,7 +308,7 @@ class Array:
             return look(target[place])
 
     def to_tensor(self) -> torch.Tensor:
-        """The values as a tensor on the CPU.
+        """Return the values as a tensor on the CPU.
 
         Returns:
             A tensor on the same memory, which stays valid after ``close``; a copy if this array was

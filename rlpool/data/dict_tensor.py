@@ -39,11 +39,11 @@ class DictTensorBase:
         return self._with({key: change(tensor) for key, tensor in self._tensors.items()})
 
     def _n_rows(self) -> int:
-        """Number of rows; SpecError if there is no batch dimension."""
+        """Return the number of rows; SpecError without a batch dimension."""
         raise NotImplementedError
 
     def device(self) -> torch.device | None:
-        """The device of all tensors, ``None`` if there are none."""
+        """Return the device of all tensors, ``None`` if there are none."""
         raise NotImplementedError
 
     def keys(self) -> KeysView[str]:
@@ -278,7 +278,7 @@ class DictTensor(DictTensorBase):
         return self.n_elems()
 
     def n_elems(self) -> int:
-        """Number of rows B; 0 without keys or if every tensor is 0-d.
+        """Return the number of rows B; 0 without keys or if every tensor is 0-d.
 
         It is meaningless for the result of ``index(int)``, which has no batch dimension.
 
@@ -290,7 +290,7 @@ class DictTensor(DictTensorBase):
         return next((tensor.shape[0] for tensor in self._tensors.values() if tensor.ndim), 0)
 
     def empty(self) -> bool:
-        """True if there are no keys.
+        """Whether there are no keys.
 
         Example:
             >>> DictTensor().empty()
@@ -299,7 +299,7 @@ class DictTensor(DictTensorBase):
         return not self._tensors
 
     def device(self) -> torch.device | None:
-        """The device of all tensors, ``None`` without keys.
+        """Return the device of all tensors, ``None`` without keys.
 
         Example:
             >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
@@ -501,7 +501,7 @@ def masked_tensor(tensor0: Tensor, tensor1: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Tensor) -> DictTensor:
-    """``masked_tensor`` for every key; ``SpecError`` unless both have the same keys.
+    """Apply ``masked_tensor`` to every key; ``SpecError`` unless both have the same keys.
 
     Example:
         >>> old, new = DictTensor({"x": torch.zeros(3)}), DictTensor({"x": torch.ones(3)})

@@ -68,7 +68,7 @@ def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
     """Copy infos to arrays, so that the caller may change its tensors afterwards.
 
     Raises:
-        SpecError: As ``info_rows``.
+        SpecError: As in ``info_rows``.
     """
     if agent_info is None and env_info is None:
         return {}, {}

@@ -137,7 +137,7 @@ def check(tensors: Iterable[tuple[Any, Any]], n_dims: int = 1) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Return the device that tensors moved there report; SpecError if there is no such device."""
+    """Return the device that tensors moved there report; SpecError if it does not exist."""
     try:
         return torch.empty(0, device=device).device
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:

@@ -258,7 +258,7 @@ def narrowed(structure: Structure, keep_float64: bool | Collection[str]) -> Stru
     """Store float64 as float32, except under the keys of ``keep_float64`` (True keeps all).
 
     Raises:
-        SpecError: If there is no such key.
+        SpecError: If one of these keys does not exist.
     """
     if keep_float64 is True:
         return structure

@@ -68,7 +68,7 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
         directory: Directory of the file of a ``"memmap"``, by default that of temporary files.
 
     Raises:
-        SpecError: If there is no such kind, or not enough memory or disk space.
+        SpecError: If the kind is unknown, or there is not enough memory or disk space.
     """
     check_choice("storage", storage, KINDS)
     if storage != "local":
@@ -268,7 +268,7 @@ def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
 
 
 def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]:
-    """Return the bytes of each key in a block, in whole pages."""
+    """Return the number of bytes of each key in a block, in whole pages."""
     return {key: _round_up(spec.n_bytes * n_rows) for key, spec in specs.items()}
 
 

@@ -222,7 +222,7 @@ class TemporalDictTensor(DictTensorBase):
             Tensors ``[B, ...]``: row ``b`` is step ``steps[b]``.
 
         Raises:
-            SpecError: If there is not one step per row, or one is out of range.
+            SpecError: Unless there is one step per row, each within range.
 
         Example:
             >>> batch = TemporalDictTensor({"reward": torch.arange(6.0).view(2, 3)})
@@ -474,7 +474,7 @@ class TemporalDictTensor(DictTensorBase):
             windows of a ``Batcher``, a row holds an agent's successive lives.
 
         Raises:
-            SpecError: If there is no such group.
+            SpecError: If the group does not exist.
         """
         return TemporalDictTensor.from_packed(*agent_axis.packed(self, group, shared))
 
@@ -489,7 +489,7 @@ class TemporalDictTensor(DictTensorBase):
             A copy ``[B, T, A, ...]``, zero where an agent was not alive.
 
         Raises:
-            SpecError: If there is no such group, or ``values`` have another shape.
+            SpecError: If the group does not exist, or ``values`` have another shape.
 
         Example:
             >>> steps = {

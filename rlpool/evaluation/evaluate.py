@@ -452,7 +452,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(part, MethodType):
             held = {"self": part.__self__}
         elif isinstance(part, FunctionType):
-            used = inspect.getclosurevars(part)  # globals in a script, else of the closure
+            used = inspect.getclosurevars(part)  # globals of a script, else nonlocals
             held = {k: v for k, v in used.globals.items() if isinstance(v, _PARAMETERS)}
             held |= used.nonlocals
         if held and id(part) in seen:

@@ -117,7 +117,7 @@ class Evaluation:
         return 0 if self.failed is None else int(self.failed.sum())
 
     def summary(self, *, failures: str | float | None = None) -> Summary:
-        """Mean, median, interquartile mean and spread of the returns, with intervals.
+        """Compute mean, median, interquartile mean and spread of the returns, with intervals.
 
         The 95 % intervals are a bootstrap (BCa) for the mean and Wilson's for the success rate.
         They cover episodes of one agent, not the variation between training runs. Needs the extra
@@ -142,7 +142,7 @@ class Evaluation:
         """Write a JSON file, completely or not at all.
 
         Raises:
-            SpecError: If there is no such folder, or no file can be written there.
+            SpecError: If the folder does not exist, or the file cannot be written there.
 
         Example:
             >>> evaluate(create_agent(), create_env, n_episodes=2).save("evaluation.json")
@@ -190,7 +190,7 @@ def checked_target(argument: str, path: str | os.PathLike[str]) -> Path:
     target = Path(path).resolve()
     is_free = target.is_file() or not target.exists()
     if not is_free or not os.access(target if target.exists() else target.parent, os.W_OK):
-        why = "it is not a file, there is no such folder, or this process may not write there"
+        why = "it is not a file, its folder does not exist, or this process may not write there"
         message = f"{argument}={str(path)!r} cannot be written: {why}"
         raise SpecError(message, fix="choose another path")
     return target

@@ -108,7 +108,7 @@ class ActingAgent(Agent):
             )
         if self._has_memory and not callable(getattr(agent, "get_initial_info", None)):
             raise UsageError(
-                f"{name}.act takes prev_internal_state, but there is no get_initial_info()",
+                f"{name}.act takes prev_internal_state, but get_initial_info() is missing",
                 fix="define get_initial_info() -> (previous action, reward, internal state)",
             )
         parameters = agent.parameters() if isinstance(agent, torch.nn.Module) else iter(())

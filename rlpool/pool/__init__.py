@@ -1,1 +1,1 @@
-"""The replay pool: rings of transitions, additions and sampling."""
+"""The replay pool: rings of transitions, and how they are filled and sampled."""

@@ -64,7 +64,7 @@ class Filler:
         index: int | None = None,
         first: Sequence[int] = (),
     ) -> None:
-        """Add trajectories as ``Pool.extend``; ``first`` are the sub-pools of the first ones."""
+        """Add trajectories, for ``Pool.extend``; ``first`` are the sub-pools of the first ones."""
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
@@ -84,7 +84,7 @@ class Filler:
         self.store = store
 
     def add(self, values: Mapping[str, NDArray], index: int | None) -> None:
-        """Add a transition of arrays without a batch dimension, as ``Pool.pool``."""
+        """Add a transition of arrays without a batch dimension, for ``Pool.pool``."""
         index = self._checked_index(index)
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}

@@ -127,7 +127,7 @@ def tensors_of(trajectories: TemporalDictTensor, names: Sequence[str]) -> Tensor
         Values of the ``info`` for every step, then those of the steps, which may be lazy.
 
     Raises:
-        SpecError: If there is no such key, or the steps have the same key.
+        SpecError: If a key is missing, or the steps have the same key.
     """
     found: Any = {}
     n_times, info = trajectories.n_timesteps(), trajectories.info
@@ -387,7 +387,7 @@ def transition_of(
 
 
 def refuse_taken(state_keys: Collection[str], source: str) -> None:
-    """Refuse states with keys that a transition uses otherwise."""
+    """Refuse states whose keys have another meaning in a transition."""
     own = {ACTION_KEY, REWARD_KEY, DONE_KEY, TERMINATED_KEY, *map(successor_key, state_keys)}
     taken = sorted(own & set(state_keys))
     if taken:

@@ -39,7 +39,7 @@ def sample(
     discount: float,
     beta: float,
 ) -> DictTensor:
-    """Draw transitions as ``Pool.sample``."""
+    """Draw transitions, for ``Pool.sample``."""
     whole_number("batch_size", batch_size, 1)
     if n_step is not None:
         n_step = whole_number("n_step", n_step, 1)
@@ -58,7 +58,7 @@ def sample(
 def sample_sequences(
     store: Store, generator: np.random.Generator, batch_size: int, length: int, beta: float
 ) -> TemporalDictTensor:
-    """Draw sequences as ``Pool.sample_sequences``."""
+    """Draw sequences, for ``Pool.sample_sequences``."""
     whole_number("batch_size", batch_size, 1)
     length = whole_number("length", length, 1)
     if length > _LONGEST:

@@ -84,7 +84,7 @@ class FreeRows:
         return self.n_used + max(0, n - self._n_free)
 
     def reserve(self, n: int) -> NDArray:
-        """Return free rows, int32 ``[n]``."""
+        """Reserve ``n`` free rows, int32 ``[n]``."""
         n_again = min(n, self._n_free)
         self._n_free -= n_again
         again = self._free[self._n_free : self._n_free + n_again]
@@ -264,7 +264,7 @@ class Store:
         Args:
             slices: Their rows.
             new: The transitions.
-            lasts: Those that end a piece.
+            lasts: Indices of those that end a piece.
             newest: The row that the first one continues, if any.
         """
         pieces = self._piece_numbers.reserve(len(lasts) - len(newest))

@@ -101,7 +101,7 @@ class SubPool:
         return max(0, self.next - self.oldest)
 
     def place(self, number: int) -> int:
-        """Return the row of a transition, counted from the first row."""
+        """Return the row of a transition, counted from the sub-pool's first row."""
         return (number - self.origin) % self.n_rows
 
     def slices(self, start: int, stop: int) -> list[slice]:

@@ -40,7 +40,7 @@ def discounted_returns(
     terminated: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the discounted rewards from each step to the end of its episode.
+    """Sum the discounted rewards from each step to the end of its episode.
 
     Without ``next_value``, the future after a window or a truncated episode counts as 0.
 
@@ -91,7 +91,7 @@ def n_step_returns(
     *,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Discounted rewards of ``n_step`` steps plus the value of the state after them.
+    """Add up the discounted rewards of ``n_step`` steps and the value of the state after them.
 
     Fewer steps count where the episode or the window ends earlier. The value is omitted where the
     last step is terminated.
@@ -142,7 +142,7 @@ def gae(
     *,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation.
+    """Compute advantages by generalised advantage estimation.
 
     The target of the value function is ``advantage + value``.
 
@@ -234,7 +234,7 @@ def vtrace(
     c_clip: float = 1.0,
     lengths: Tensor | None = None,
 ) -> VTrace:
-    """V-trace: off-policy targets from the actions of a behaviour policy.
+    """Compute V-trace: off-policy targets from the actions of a behaviour policy.
 
     Args:
         log_ratio: Like ``reward``: log-probability of each action under the learning policy, minus

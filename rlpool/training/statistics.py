@@ -32,7 +32,7 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
         float32 ``[B]`` (float64 if the rewards are), on their device. Summed in float64.
 
     Raises:
-        SpecError: If there is no such key, or it has more than one number per step.
+        SpecError: If the key is missing, or it has more than one number per step.
 
     Example:
         >>> steps = {"_reward": torch.tensor([[1.0, 2.0, 4.0], [1.0, 0.0, 0.0]])}
@@ -177,7 +177,7 @@ def numbers_of(trajectories: TemporalDictTensor, key: str) -> Tensor:
     """Return one number per step, ``[B, T]``.
 
     Raises:
-        SpecError: If there is no such key, or it has more than one number per step.
+        SpecError: If the key is missing, or it has more than one number per step.
     """
     _checked(trajectories)
     refuse_missing("the trajectories", trajectories.keys(), [key], "name one of these")
