@@ -65,7 +65,7 @@ class LaneTable:
         self.failing: list[int] = []
 
     def begin(self, queue: PlanQueue) -> None:
-        """Begin to take plans from a queue; no lane is live without one."""
+        """Begin to take plans from a queue; no lane is live before the first plan."""
         self._queue = queue
         if self._calls.bind():
             self._writers.clear()  # other arrays from now on
@@ -228,7 +228,7 @@ class LaneTable:
             lane.state = State.IDLE
         self._note_waiting()
 
-    # Unfinished steps ---------------------------------------------------------------------------
+    # Unfinished steps ----------------------------------------------------------------------------
 
     @property
     def free(self) -> list[int]:
@@ -310,7 +310,7 @@ class LaneTable:
             self._take_stock()
 
     def _deal(self, starting: list[Lane]) -> bool:
-        """Distribute episodes and slots to waiting lanes; adds lanes that start an episode.
+        """Distribute episodes and slots to waiting lanes; adds new episodes' lanes to ``starting``.
 
         Lanes that have waited before come first, and parked lanes before all others: a slot that
         one of them lacks may hold up all lanes.
@@ -459,7 +459,7 @@ def _can_begin(lane: Lane, tape: Tape, where: Where) -> bool:
     """Whether a lane can be reset to repeat its tape: not if its reset is known to fail.
 
     Raises:
-        NotRepeatedError: If a step on the tape is known to fail.
+        NotRepeatedError: If the tape has steps, and one of them or the reset is known to fail.
     """
     fails_at = lane.fails_at
     if fails_at is None or fails_at >= tape.n_steps:

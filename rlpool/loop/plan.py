@@ -200,7 +200,7 @@ class Plan(ABC):
     complete: Any = None
 
     # Decisions -----------------------------------------------------------------------------------
-    # Decisions -----------------------------------------------------------------------------------
+
     @property
     def resets_all_lanes(self) -> bool:
         """Whether it begins with one reset of all lanes; it then runs alone."""

@@ -76,7 +76,7 @@ def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Copy a dict of arguments by name, or ``None``; raises SpecError for anything else."""
+    """Copy a dict of arguments by name, ``{}`` for ``None``; SpecError for anything else."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

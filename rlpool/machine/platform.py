@@ -52,7 +52,6 @@ def require_linux(feature: str, fix: str) -> None:
 
     Raises:
         UsageError: If this is not Linux.
-        UsageError: If this is not Linux.
     """
     if not IS_LINUX:
         raise UsageError(f"{feature} needs Linux, and this is {platform.system()}", fix=fix)
@@ -166,7 +165,7 @@ _INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask", "
 
 
 def inherited() -> tuple[Any, ...]:
-    """State that a process inherits and that cannot be changed while it runs.
+    """State that a process inherits, which another running process cannot take over.
 
     The working directory, session, privileges, umask, ignored signals, nice value, cores, and
     limits.

@@ -103,8 +103,8 @@ class _Repetition:
             if current is None or (key == REWARD and np.isnan(recorded)):
                 continue
             if not _is_same(current[self._lane], recorded):
-                message = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
-                return Reached(self._step, has_ended, message)
+                difference = f"{key!r} is {current[self._lane]!s:.40}, it was {recorded!s:.40}"
+                return Reached(self._step, has_ended, difference)
         return Reached(self._step, has_ended, "")
 
 
@@ -116,7 +116,7 @@ def take_over(
     *,
     may_end: bool = False,
 ) -> None:
-    """Restore lanes to their episodes in a dead worker or an earlier process.
+    """Restore lanes to the state of their episodes in a dead worker or an earlier process.
 
     Args:
         env: The environments.
@@ -144,12 +144,12 @@ def take_over(
 
 
 def _refuse_difference(reached: Reached, tape: Tape, where: Where, may_end: bool) -> None:
-    n_steps, has_ended, message = reached
+    n_steps, has_ended, difference = reached
     if has_ended and not may_end:
-        message = message or "the episode ended"
-    if message:
+        difference = difference or "the episode ended"
+    if difference:
         raise NotRepeatedError(
-            f"the environment did not repeat an episode: {message}, after "
+            f"the environment did not repeat an episode: {difference}, after "
             f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
             "deterministic given its seed",
             where=where._replace(step=max(n_steps - 1, 0)),
@@ -185,7 +185,6 @@ class Replay(NamedTuple):
         env: The environment, after the last step.
         observation: Returned by its last ``step`` or ``reset``.
         n_steps: Steps made.
-        has_ended: Whether the last of them ended the episode.
         has_ended: Whether the last of them ended the episode.
 
     Example:

@@ -55,7 +55,7 @@ _VOLATILE = b"PYTEST_CURRENT_TEST"
 
 
 def identity() -> tuple[Any, ...]:
-    """State that a process inherits and that cannot be changed while it runs.
+    """State that a process inherits, which another running process cannot take over.
 
     The interpreter and its flags, search path, environment variables, and ``inherited()``.
     """
