@@ -24,8 +24,9 @@ faster above 1. Samples are torch tensors or NumPy arrays, as returned by the co
 - ``memory``: a full pool of 84 × 84 uint8 image frames in episodes of 100 steps. Its ``nbytes``,
   and the growth of this process, divided by the bytes of one frame per transition.
 - ``frame_stack``: pools of stacks of four such frames, with and without ``frame_stack=4``: bytes
-  per transition, and the ratio of their times, measured alternately. Episodes of 1,000 steps are
-  added in windows of 128. ``--stacked N`` only fills the former, with N transitions.
+  per transition, and the times of the former divided by those of the latter, measured alternately.
+  Episodes of 1,000 steps are added in windows of 128. ``--stacked N`` only fills the former, with N
+  transitions.
 
 Prints JSON lines.
 """

@@ -112,7 +112,7 @@ def choices_of(structures: Sequence[Structure]) -> list[Choices]:
 
 
 def checked_count(call: str, n_values: int, result: Any, fix: str = "") -> Any:
-    """Return the result of ``reset`` or ``step``; SpecError unless it has ``n_values`` values."""
+    """Return the result of ``reset`` or ``step``; SpecError unless a tuple of ``n_values``."""
     if isinstance(result, tuple) and len(result) == n_values:
         return result
     got = len(result) if isinstance(result, tuple) else type(result).__name__
@@ -179,7 +179,7 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
 
     Raises:
         BadValue: For a reward that is not a number or overflows float32, and for a flag that is
-            not a bool.
+            neither true nor false.
     """
     rewards, terminated, truncated = results
     if not _are_flags(terminated):
@@ -201,7 +201,7 @@ def _are_flags(flags: Any) -> bool:
 
 
 def flag_of(key: str, flag: Any) -> bool:
-    """Convert a flag to a bool; SpecError for other values, such as NaN."""
+    """Convert a flag to a bool; SpecError unless it is true or false, 0 or 1."""
     number = _number(flag)
     if number is None or number not in (0, 1):
         raise SpecError(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
@@ -392,7 +392,7 @@ class Float32Watch:
         self._n_changed, self._n_lost = np.zeros((2, *shape[1:]), np.int64)
 
     def look(self, lanes: Sequence[int], values: Any) -> Float32Watch | None:
-        """Compare the values of some lanes with previous ones; returns ``None`` when done."""
+        """Compare values with the lanes' previous ones; returns itself, ``None`` when done."""
         new, rows = as_numbers(values), list(lanes)
         if new.dtype != np.float64 or new.shape != self._last[rows].shape:
             return None  # the column refuses invalid values

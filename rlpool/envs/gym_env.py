@@ -57,7 +57,7 @@ class GymEnv(VecEnv):
         observation_space: The environments' observation space, ``None`` without one.
         action_space: Their action space, ``None`` without one.
         action_structure: Structure of an action, ``None`` without an action space.
-        native_actions: Dtypes of the environments' actions, by key.
+        native_actions: Shapes and dtypes of the environments' actions, by key.
         results: The environments' return values of the last call, one per lane.
 
     Raises:
@@ -119,7 +119,7 @@ class GymEnv(VecEnv):
                 self._choices = choices_of(actions)
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
-        """Wrap each environment, before the first reset."""
+        """Put a wrapper around each environment, outermost; before the first reset."""
         self._envs = [wrapper(env) for env in self._envs]
         self._steps = [env.step for env in self._envs]
 

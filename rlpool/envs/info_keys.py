@@ -73,8 +73,8 @@ def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
             return spec
     except (TypeError, ValueError):
         pass
-    text = f"info_keys[{key!r}] should be a numeric dtype or (dtype, shape), got {value!r:.60}"
-    raise _refused(text)
+    message = f"info_keys[{key!r}] should be a numeric dtype or (dtype, shape), got {value!r:.60}"
+    raise _refused(message)
 
 
 def _refused(message: str) -> SpecError:

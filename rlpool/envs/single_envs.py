@@ -28,8 +28,8 @@ def checked_environments(envs: Any) -> list[Any]:
     for number, env in enumerate(checked):
         check_is_env(f"environment {number} of a GymEnv is", env, _A_LIST)
     if not checked:
-        message = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
-        raise SpecError(f"GymEnv got {message}", fix=_A_LIST)
+        got = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
+        raise SpecError(f"GymEnv got {got}", fix=_A_LIST)
     check_all_differ(checked, _A_LIST)
     return checked
 
@@ -50,20 +50,20 @@ def is_environment(value: Any) -> bool:
     return _has_methods(value) and not is_batch and not is_of_agents(value)
 
 
-def check_is_env(name: str, value: Any, fix: str) -> None:
+def check_is_env(beginning: str, value: Any, fix: str) -> None:
     """Raise unless a value is a single environment.
 
     Args:
-        name: Source of the value, the beginning of the error.
+        beginning: Beginning of the error, such as ``"env is"``.
         value: The value.
         fix: Advice of the error.
 
     Raises:
-        SpecError: If it is not.
+        SpecError: If it is not one.
     """
     if not is_environment(value):
         fix = _OF_AGENTS if is_of_agents(value) else fix
-        raise SpecError(f"{name} {value!r:.60}, not a single environment", fix=fix)
+        raise SpecError(f"{beginning} {value!r:.60}, not a single environment", fix=fix)
 
 
 def is_of_agents(value: Any) -> bool:

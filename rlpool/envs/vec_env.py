@@ -177,7 +177,7 @@ class VecEnv(ABC):
 
     @property
     def declaration(self) -> Declaration | None:
-        """Return the structure of observations and infos, ``None`` while it is unknown."""
+        """The structure of observations and infos, ``None`` while it is unknown."""
         columns = self.columns
         return None if columns is None else Declaration(columns.structure, self._info_specs)
 
@@ -258,8 +258,8 @@ class VecEnv(ABC):
     def reset_all_next(self) -> None:  # noqa: B027  (optional)
         """Make the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 
-        For lanes that cannot be reset one by one. Otherwise their ``reset_lanes`` begins the
-        episodes at whose start they are (``ready_lanes``).
+        For lanes that cannot be reset one by one. Without it, their ``reset_lanes`` only begins
+        episodes of lanes that are at the start of one (``ready_lanes``).
         """
 
     def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
@@ -417,8 +417,8 @@ class VecEnv(ABC):
         Args:
             env_info: ``[n_envs, ...]`` or empty: a ``DictTensor``, or a dict of tensors, NumPy
                 arrays, lists, or numbers for all environments. Environment *n* gets row *n* as
-                ``reset(options={...})``, also at automatic resets. By default the environment's
-                own default applies.
+                ``reset(options={...})``, also at automatic resets. Without it no options are
+                passed, so the environment's own defaults apply.
 
         Returns:
             The observation ``[n_envs, ...]``, a copy, and the indices of the running
@@ -450,8 +450,8 @@ class VecEnv(ABC):
         Raises:
             UsageError: Before ``reset``, or if no environment is running.
             SpecError: If rows or keys do not match.
-            EnvSpecError: If an environment returns an invalid value, such as a flag that is not a
-                bool, or a finite reward that overflows float32. ``where`` has the lane.
+            EnvSpecError: If an environment returns an invalid value, such as a flag that is neither
+                true nor false, or a finite reward that overflows float32. ``where`` has the lane.
         """
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")

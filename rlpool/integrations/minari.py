@@ -158,7 +158,7 @@ def to_minari(
 
 
 def _described(env: Any) -> dict[str, Any]:
-    """Return the description of a dataset's environment: its spec if JSON allows, and spaces."""
+    """Describe a dataset's environment: completely if its spec fits JSON, else by its spaces."""
     try:
         if env.spec is not None:
             env.spec.to_json()
@@ -371,8 +371,8 @@ def _common_infos(
             fits.append(key)
     if left_out := [key for key in every if key not in fits]:
         _LOG.warning(
-            "infos %s of %r are omitted: some steps lack them or have another shape, or the name "
-            "is taken",
+            "infos %s of %r are omitted: some steps do not have numbers of the same shape, or the "
+            "name is taken",
             left_out,
             name,
         )

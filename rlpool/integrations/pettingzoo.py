@@ -159,7 +159,7 @@ class JointEnv(gymnasium.Env[dict[str, Any], Any]):
         self._gone, self._listed = set(), set()
         self._alive = self._agents_now()
         if not self._alive:
-            raise SpecError("reset() left no agents", fix="begin episodes with an agent")
+            raise SpecError("reset() left no agents", fix="let agents act from the start")
         first = {agent: observations.get(agent) for agent in self._alive}
         return self._observed(first, {}, {}, {}), self._infos(infos)
 
@@ -312,7 +312,7 @@ class PettingZooEnv(GymEnv):
     """PettingZoo environments as a batch of lanes: an episode contains all agents.
 
     Args:
-        envs: ``pettingzoo.ParallelEnv``s, all with the same agents and spaces, or ``AECEnv``s.
+        envs: ``pettingzoo.ParallelEnv``s or ``AECEnv``s, all with the same agents and spaces.
             PettingZoo's ``aec_to_parallel`` converts an ``AECEnv`` that is marked as
             parallelizable, and ``turn_based_aec_to_parallel`` any other: one agent acts in every
             step, marked in bool ``acting [A]``, and the actions of the others are ignored. This
@@ -498,7 +498,7 @@ class _AgentGroup:
         return flags
 
     def stacked(self, key: str, infos: Mapping[str, Any]) -> NDArray | None:
-        """Stack the values of a key of its agents' infos, ``None`` if all lack it.
+        """Stack the values of a key of its agents' infos, ``[A, ...]``; ``None`` if all lack it.
 
         Raises:
             SpecError: If shapes differ.

@@ -124,8 +124,8 @@ class AgentCalls:
         Args:
             seeds: Seed of each lane's reset.
             options: Options of each lane's reset.
-            resets: Whether to reset all lanes. Otherwise one lane is reset, only if its observation
-                keys are not known, and the agent gets the current values.
+            resets: Whether to reset all lanes. Otherwise one lane is reset, and only if the
+                observation keys are unknown, and the agent gets the current values.
 
         Raises:
             LaneError: If the user's code fails, or the actions do not fit the action space.

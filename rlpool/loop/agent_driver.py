@@ -138,11 +138,11 @@ class AgentDriver:
             self.starting = sorted({*self.starting, *lanes})
 
     def resume(self, lane: int, state: Mapping[str, NDArray]) -> None:
-        """Continue an episode in a started lane that was begun elsewhere.
+        """Continue in a started lane an episode that was begun elsewhere.
 
         Args:
             lane: The lane.
-            state: The episode's current state.
+            state: The agent's current state in the episode.
         """
         self.starting = [other for other in self.starting if other != lane]
         for key, value in state.items():

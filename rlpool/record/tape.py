@@ -124,8 +124,8 @@ class Tape:
     @property
     def why_lost(self) -> str:
         """Why the episode cannot be repeated, empty if it can."""
-        message = f"the first {self.first_step} actions of this episode were not kept"
-        return message if self.first_step else ""
+        reason = f"the first {self.first_step} actions of this episode were not kept"
+        return reason if self.first_step else ""
 
     @property
     def columns(self) -> Actions:

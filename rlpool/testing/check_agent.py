@@ -126,7 +126,7 @@ class AgentChecks(Checks):
     def deterministic(self) -> Problems:
         """The same arguments give the same bits, regardless of calls in between."""
         agent, first, last = self.make(), self.trace[0][0], self.trace[-1][0]
-        fix = "draw from observation['noise'], call eval(), keep everything else in the state"
+        fix = "draw from observation['noise'], call eval(), keep all but parameters in the state"
         for one, other in ((first, last), (last, first)):
             result, _, *again = [_call(agent, inputs) for inputs in (one, other, one, one)]
             for each in again:

@@ -69,8 +69,8 @@ class Checks:
     def __init__(self, source: Any, arguments: Any, seed: int, is_instance: bool) -> None:
         fits = not arguments if is_instance else isinstance(arguments, Mapping | None)
         if not fits or not (is_instance or callable(source)):
-            text = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
-            raise SpecError(text, fix="pass a function with a dict of arguments, or an instance")
+            got = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
+            raise SpecError(got, fix="pass a function with a dict of arguments, or an instance")
         self.maker = getattr(source, "func", source)
         self.name: str = getattr(self.maker, "__qualname__", type(source).__name__)
         self.source = partial(copy.deepcopy, source) if is_instance else source
@@ -266,7 +266,7 @@ class EnvChecks(Checks):
             yield False, "all lanes and episodes begin alike, regardless of their seeds", fix
 
     def fresh_instance_repeats(self) -> Problems:
-        """Another instance, as after a crash, repeats them in each lane while others run."""
+        """Another instance, as after a crash, gives the same bits in each lane while others run."""
         with OwnState(1).in_use():
             vec = self.lanes(1, n_lanes=2)
             n_lanes = vec.n_lanes if vec.seeding == "episode" else 1
@@ -296,7 +296,7 @@ def check_env(
     It reports the first problem of each kind:
 
     - an exception, or an invalid value, such as an observation of another shape or dtype, a reward
-      that is not a number or a flag that is not a bool;
+      that is not a number or a flag that is neither true nor false;
     - an observation outside its space (a warning if it is outside the bounds of a ``Box``), and
       NaN in observations and rewards (a warning for infinite values);
     - different bits from the same seed and the same actions: in the same instance after other
