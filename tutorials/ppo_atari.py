@@ -169,7 +169,7 @@ def check_game(game):
     from ale_py import roms
 
     if game not in (games := roms.get_all_rom_ids()):
-        running.refuse(f"--env-id: there is no game {game}; choose one of {games}")
+        running.refuse(f"--env-id: {game} is not a game of ale-py; choose one of {games}")
 
 
 def main():

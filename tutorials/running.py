@@ -111,7 +111,7 @@ def check_arguments(arguments):
     if path.is_dir() or path.suffix == ".png":
         refuse(f"--checkpoint: {path} is a folder, or a .png like the curve; choose another file")
     if arguments.resume and not path.is_file():
-        refuse(f"--resume: there is no file {path}; run without --resume first")
+        refuse(f"--resume: {path} does not exist; run without --resume first")
     try:
         Path(f"{path}.new").touch()
         Path(f"{path}.new").unlink()
