@@ -293,7 +293,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             UsageError: If nothing is pending, for example after an interrupted call; if the batcher
                 is closed; if a ``Batcher`` has already returned ``None``; or for ``progress=True``
                 without tqdm.
-            TimeoutError: If there is no result after ``timeout``: a ``ResultTimeoutError``.
+            TimeoutError: If the result is not complete after ``timeout``: a ``ResultTimeoutError``.
             EnvError, AgentError: If the user's code failed. The request is lost, but the batcher
                 still works; a ``Batcher`` needs a ``reset`` first.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hung.

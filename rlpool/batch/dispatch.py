@@ -58,7 +58,7 @@ LayoutMaker = Callable[[StepSpecs], Layout]
 
 @dataclass
 class _Sent:
-    """Messages sent to one worker process.
+    """Record of the messages sent to one worker process.
 
     Attributes:
         policy: Version of the last policy.

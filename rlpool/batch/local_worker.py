@@ -31,7 +31,7 @@ class LocalWorker:
     While it runs, the process's global random generators are the worker's, for all threads.
 
     Args:
-        setup: Its environments and agent.
+        setup: The environments and agent to create.
         root: Root of all seeds.
         client: Receives its messages.
         policy: Used only for whether episodes are truncated when their environment raises.

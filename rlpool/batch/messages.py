@@ -54,7 +54,7 @@ class Recipe:
         owner_name: Name of the class to suggest for running in the caller's process.
 
     Attributes:
-        shared: Memory and descriptors that the functions share with this process.
+        shared: Objects that the functions share with this process.
         memory: Memory of their pickle, if it is large.
         setup: The first message to each worker.
     """

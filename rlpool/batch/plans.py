@@ -159,7 +159,7 @@ class RequestPlan(Plan):
 
     @property
     def resets_all_lanes(self) -> bool:
-        """Whether lanes are reset together, and this is their first plan."""
+        """Whether lanes are reset together, and begin this plan without episodes."""
         return self._starts and self.layout.step.resets_together
 
 

@@ -58,8 +58,8 @@ class Request(ABC):
 
     Attributes:
         n_rows: As given.
-        asked: The episodes or the window; a window is set when it is sent, because only then the
-            running lanes are known.
+        asked: The episodes or the window; a window is set when it is sent, because only then are
+            the running lanes known.
         given_seeds: Seeds of its episodes, if given by the user.
         infos: As given.
         policy: As given.
@@ -86,7 +86,7 @@ class Request(ABC):
         self.error: RlpoolError | None = None
         self.failures: dict[int, WorkerError] = {}
         self.reports_failures = False
-        # Episode to the step that fails; -1 for the reset, also where that is only possible.
+        # Episode to the step that fails; -1 if that is the reset, or may be.
         self._truncated: dict[EpisodeKey, int] = {}
         self._owed: dict[int, list[int]] = {}  # worker: its predecessor's episodes to run again
 

@@ -38,8 +38,8 @@ class Batcher(BatcherBase):
         n_workers: Number of worker processes; 0 runs everything in this process while ``get``
             waits, with the same results.
         seeds: Also ``seed``. A non-negative int, or a list with one per worker; ``None`` draws one
-            and logs it. Lanes that restart on their own do not repeat a seed within 2**30 steps of
-            all lanes together, including resets.
+            and logs it. Lanes that restart on their own neither share nor repeat a seed within
+            2**30 steps of all lanes together, including resets.
         timeout: Seconds without a step of any environment after which a worker counts as hung;
             ``None`` for never.
         agent_rows: Call the agent with this many rows, so that results are the same for any number

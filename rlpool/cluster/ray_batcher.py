@@ -339,7 +339,7 @@ class Nodes:
     fileno = read_stats
 
     def drop_pending(self) -> None:
-        """Drop all requests; ranges already sent are finished."""
+        """Drop all requests; actors still finish the ranges that were sent."""
         self.pending.clear()
 
     def close(self, at_once: bool = False) -> None:

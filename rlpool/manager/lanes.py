@@ -452,7 +452,7 @@ class Lanes(CrashOnly):
         if self._mapped is None:
             return
         own, (specs, memory) = self.lanes_of[worker], self._mapped
-        self.buffers.failed[own] = 0  # of unreported failures, which are done again
+        self.buffers.failed[own] = 0  # of unreported failures, whose tasks are repeated
         tapes = {lane - own.start: tape for lane in own if (tape := self._tape_of(lane))}
         self.buffers.writing[worker] = 0
         self.crew.send(worker, Begin(specs, tapes), memory)

@@ -164,7 +164,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """Errors of truncated episodes by lane, see ``on_env_error``.
 
         An entry lasts until the first step of the lane's next episode. A batcher over a manager
-        handles failures itself, according to its own ``on_env_error``.
+        handles failures by its own ``on_env_error``, and has them in its own ``failures``.
         """
         return {lane: truncation.error for lane, truncation in self._lanes.truncations.items()}
 

@@ -48,7 +48,7 @@ from rlpool.workers.worker_process import Place, Server, called, load, run
 _ALL = slice(None)
 
 _LONGEST_SLEEP_S = 3600.0
-"""Sleep of a waiting worker; nothing happens at the end of it."""
+"""Longest sleep of a waiting worker; nothing happens at the end of it."""
 
 _NOT_RESTORED = (
     "the environment could not be restored to its state before its process ended or was "
@@ -324,7 +324,7 @@ class EnvServer(Server):
         """Carry out a request; False if a successor has to do it."""
         env, lane, data = self._env, call.lane, call.data
         do = partial(self._do, buffers, call.command, [lane])
-        if call.command == "get_attr":  # does nothing to the environment
+        if call.command == "get_attr":  # only refuses a lane that was not restored
             return do(lambda _: None, result=lambda: ("attr", env.attribute(lane, data)))
         if call.command == "step":
             return do(env.step_lanes, buffers.action, result=partial(self._transition, lane))

@@ -51,7 +51,7 @@ class Head(IntEnum):
     N_WORKERS = 2
     NAME = 4  # up to the next
     REQUESTS = 16  # numbers of the last requests, each at number % MAX_REQUESTS
-    N_ROWS = 24  # rows of each of them, 0 once it has ended or was dropped
+    N_ROWS = 24  # rows of each of them, 0 once it has ended or was cancelled
 
 
 class Word(IntEnum):
@@ -246,7 +246,7 @@ class Control:
         self._header[Head.N_ROWS + entry] = n_rows
 
     def request_ends(self, number: int) -> None:
-        """Record that a request is over or was dropped; workers may still be busy with it."""
+        """Record that a request is over or cancelled; workers may still be busy with it."""
         self._header[Head.N_ROWS + number % MAX_REQUESTS] = 0
 
     def n_finished(self, number: int) -> int:

@@ -192,7 +192,7 @@ class Layout:
         return sum(sum(carved_bytes(specs, n).values()) for specs, n in self._areas)
 
     def checked(self, lowerable: Sequence[str]) -> Layout:
-        """Check that blocks fit into memory; warns if they exceed the free memory.
+        """Return this layout if its blocks fit into memory; warns if they exceed the free memory.
 
         Args:
             lowerable: The arguments among ``n_slots`` and ``n_timesteps`` that the user can change.

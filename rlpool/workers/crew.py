@@ -321,8 +321,7 @@ class Crew:
     def _bury(self, link: Link, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clean up after a worker that ended, and judge its end."""
         reap(process)  # first: if it is interrupted, close() ends the rest
-        # Otherwise descriptors that a forked copy of this process also holds would be polled for
-        # ever.
+        # Otherwise those that a forked copy of this process also holds would be polled for ever.
         for fd in (pipe.fileno(), process.sentinel):
             self._worker_of.pop(fd, None)
             if self._epoll is not None:

@@ -105,10 +105,10 @@ class Logs:
 
 
 SAID: dict[str, int | None] = {}
-"""Records logged once by a batcher, its environments and all their workers, by process."""
+"""Key or text of records logged once by a batcher and all its workers, to their process."""
 
 SAID_OF_MACHINE: dict[str, int | None] = {}
-"""Records logged once by a program, by process."""
+"""Text of records logged once by a program, to the process that logged them."""
 
 
 def _is_new(record: logging.LogRecord) -> bool:

@@ -12,7 +12,7 @@ _Self = TypeVar("_Self", bound="ProcessOwner")
 
 
 class ProcessOwner(ABC):
-    """Ends its processes when it is closed, leaves a ``with`` statement or is dropped.
+    """Ends its processes when it is closed or dropped, or at the end of a ``with`` statement.
 
     It cannot be copied or pickled, since there would be two owners.
     """

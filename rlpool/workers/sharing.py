@@ -65,7 +65,7 @@ class ForkOnlyError(TypeError):
 
 
 class Shared:
-    """Objects that a pickle refers to; it travels with every process that starts.
+    """The objects that a pickle refers to, passed to every process that starts.
 
     Args:
         value: The pickled object; it lives as long as this object.

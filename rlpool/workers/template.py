@@ -75,8 +75,8 @@ def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None
     Args:
         parent_pid: The caller, which starts this process with SIGINT blocked.
         fd: A socket to the caller for pickled pairs: ``("importing", module)``, with ``""`` after
-            the last module; then ``("refused", why)`` if this template cannot serve, otherwise
-            ``("ready", "")``.
+            the last module; ``("refused", why)``, at any time, if this template cannot serve;
+            otherwise ``("ready", "")`` at the end.
         modules: Modules to import for the user.
     """
     set_title("rlpool-template")
@@ -166,7 +166,7 @@ def _refuse_if_unsafe() -> None:
 
 
 def _drop_stdio(*fds: int) -> None:
-    """Close the caller's standard streams; workers are sent the real ones."""
+    """Replace the caller's standard streams by the null device; workers are sent the real ones."""
     _flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in fds:

@@ -55,7 +55,7 @@ _VOLATILE = b"PYTEST_CURRENT_TEST"
 
 
 def identity() -> tuple[Any, ...]:
-    """State that a process inherits, which another running process cannot take over.
+    """Return the state that a process inherits, which another running one cannot take over.
 
     The interpreter and its flags, search path, environment variables, and ``inherited()``.
     """
@@ -81,7 +81,7 @@ class TemplateLostError(UnsafeError):
 
 
 class Template:
-    """This process's only template, or the reason for having none. It costs one descriptor.
+    """This process's only template, or why it has none. It costs a descriptor while it runs.
 
     Attributes:
         reason: Why workers are spawned, empty if they are not.
@@ -187,7 +187,7 @@ class Template:
             _LOG.warning("workers are spawned, not forked from a template: %s", self.reason)
 
     def _start(self) -> None:
-        """Start another process, repeatedly without each module that fails.
+        """Start another process, and again without each module that fails.
 
         Raises:
             UnsafeError: If there can be none, or it was lost.
