@@ -318,7 +318,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         progress = self._progress if progress is None else checked_progress(progress)
         if dispatcher.is_closed:
             message = "nothing is pending: the last call was interrupted"
-            raise UsageError(message, fix="call execute() again, which begins with new workers")
+            raise UsageError(message, fix="call execute() (reset() of a Batcher) for new workers")
         if not dispatcher.pending:
             if self._has_stopped():
                 return None
@@ -328,7 +328,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         if not dispatcher.is_done():
             if not blocking:
                 return None
-            message = f"there is no result after {timeout:g} s"
+            message = f"no result after {timeout:g} s"
             raise ResultTimeoutError(message, fix="call get() again: the request continues")
         return self._hand_out(dispatcher)
 

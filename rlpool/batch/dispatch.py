@@ -270,7 +270,7 @@ class Dispatcher:
                 SpecError(
                     f"worker {worker} was restarted, and its steps are different: "
                     f"{report.error or report.specs}, before: {self._blocks.layout.step}",
-                    fix="create_env and create_agent must always return the same",
+                    fix="create_env and create_agent must always give the same keys and shapes",
                 )
             )
 
@@ -520,7 +520,7 @@ def packed(value: Any, is_private: bool) -> Packed:
     except RlpoolError:
         raise
     except (OSError, MemoryError) as error:
-        message = f"not enough memory to send infos or parameters: {error}"
+        message = f"cannot allocate memory to send infos or parameters: {error}"
         fix = "drop results that are no longer needed, or allow more descriptors (ulimit -n)"
         raise SpecError(message, fix=fix) from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
@@ -533,10 +533,10 @@ def _disagreement(reports: Sequence[Report]) -> RlpoolError | None:
     first = reports[0]
     for worker, report in enumerate(reports):
         if report.n_lanes != first.n_lanes:
-            text = (
+            message = (
                 f"worker 0 has {first.n_lanes} environments, worker {worker} has {report.n_lanes}"
             )
-            return SpecError(text, fix="create the same number of environments in every worker")
+            return SpecError(message, fix="create the same number of environments in every worker")
     for worker, report in enumerate(reports):
         if report.error is not None:
             return report.error

@@ -235,7 +235,7 @@ class Collector(Server):
                 message = error.what.replace("the environment", name, 1)
             else:
                 message = f"{name} did not repeat an episode: {error.what}"
-            fix, text = f"{fix}; check_repeatable=False skips this", error.traceback_text
+            fix, text = f"{fix}; check_repeatable=False skips this check", error.traceback_text
             failure = NotRepeatedError(message, where=error.where, fix=fix, traceback_text=text)
             self.report_failure(failure, number)
         self._send(Done(number))

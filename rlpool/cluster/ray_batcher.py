@@ -247,7 +247,7 @@ class Nodes:
         for request, rows in lost:
             request.lose(rows, self._last_loss)
         if not ranges and isinstance(error, self._ray.exceptions.RayTaskError):
-            message, fix = "a node cannot make a batcher", "install its imports on all machines"
+            message, fix = "a node cannot make a batcher", "install imported modules on every node"
             self.fatal = WorkerStartupError(message, fix=fix, traceback_text=self._last_loss)
 
     def _ask_who_is_back(self) -> None:
@@ -334,7 +334,7 @@ class Nodes:
 
     def read_stats(self) -> Any:
         """Refuse the call."""
-        raise UsageError("workers are on other machines", fix="python -m rlpool top on a node")
+        raise UsageError("workers may be on other machines", fix="python -m rlpool top on a node")
 
     fileno = read_stats
 

@@ -95,7 +95,7 @@ class Program:
         # Last, since it may end at any time; an ending process has no readable files.
         if has_ended(self.pid):
             fix = "python -m rlpool top lists the running programs"
-            raise UsageError(f"there is no process {self.pid}, or it has ended", fix=fix)
+            raise UsageError(f"process {self.pid} does not exist or has ended", fix=fix)
         return all_stats
 
 

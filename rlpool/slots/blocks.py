@@ -209,8 +209,8 @@ class Layout:
             factor = -(-self.n_bytes // max(1, n_free))
             return f"{lower}, by a factor of {factor}"
 
-        message = f"a block of {self.n_slots} slots of {self.n_timesteps} steps"
-        check_size(sizes, advice, message)
+        name = f"a block of {self.n_slots} slots of {self.n_timesteps} steps"
+        check_size(sizes, advice, name)
         return self
 
     @cached_property
@@ -291,7 +291,7 @@ class Block:
     """One process's view of a block.
 
     Args:
-        number: Name of the block in messages.
+        number: Number of the block in messages.
         layout: Its layout.
         memory: The memory.
 

@@ -189,7 +189,7 @@ class Restarts:
             self.n_restarts = max(0, self.n_restarts - n + 1)
             self._n_in_a_row[worker] = 0
             first = "the episode is" if n == 1 else f"the same episode failed {n} times: it is"
-            return 0.0, f"{first} given up"
+            return 0.0, f"{first} not run again"
         self._history.append(failure)
         n = self._n_in_a_row[worker] = self._n_in_a_row[worker] + 1
         most = self._policy.max_restarts

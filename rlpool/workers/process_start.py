@@ -64,7 +64,7 @@ def preload(*modules: str) -> None:
             raise SpecError(
                 f"{name!r} is not the name of a module that can be imported",
                 fix='pass names, such as "my_package.envs"; move definitions of your script into '
-                "a module of its own",
+                "a separate module",
             )
     _template.add_modules(modules)
 

@@ -89,7 +89,7 @@ def test_a_running_program_is_found_by_its_pid(
         with pytest.raises(rlpool.UsageError, match=f"process {program.pid}"):
             watched.read()
         assert top.main([str(program.pid), "--once"]) == 1
-        assert f"there is no process {program.pid}" in capsys.readouterr().err
+        assert f"process {program.pid} does not exist" in capsys.readouterr().err
     finally:
         with suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
