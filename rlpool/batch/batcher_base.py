@@ -182,7 +182,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return 0 if self.is_interrupted else len(dispatcher.pending)
 
     def fileno(self) -> int:
-        """A descriptor for ``asyncio``, ``selectors`` and the like.
+        """Return a descriptor for ``asyncio``, ``selectors`` and the like.
 
         It stays open until ``close``, or until a call is interrupted. It becomes readable when a
         worker has sent something or has ended, which need not mean a complete result. So call
@@ -392,7 +392,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
 
     @crash_only
     def state_dict(self) -> State:
-        """The state from which a new batcher can continue, see ``load_state_dict``.
+        """Return the state from which a new batcher can continue, see ``load_state_dict``.
 
         Save it with the learner's own state::
 
@@ -459,7 +459,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
             raise UsageError(message, fix="take them with get() first")
 
     def _first_pending(self, dispatcher: Dispatcher) -> int:
-        """Number of the first episode that was not returned yet."""
+        """Return the number of the first episode that was not returned yet."""
         raise NotImplementedError
 
     def _go_to(self, number: int) -> None:
@@ -477,7 +477,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         return self._failures
 
     def stats(self) -> Stats:
-        """Activity of the workers, read from shared memory without waiting.
+        """Read the activity of the workers from shared memory, without waiting.
 
         ``python -m rlpool top`` shows the same numbers from outside the program.
 

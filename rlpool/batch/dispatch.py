@@ -203,7 +203,7 @@ class Dispatcher:
             self._forget(request)
 
     def finished(self) -> tuple[int, int]:
-        """Finished and requested rows of the oldest request, as far as known here."""
+        """Return finished and requested rows of the oldest request, as far as known here."""
         if not self.pending:
             return 0, 0
         request = self.pending[0]
@@ -483,7 +483,7 @@ class Dispatcher:
         return True
 
     def busy(self) -> Collection[int]:
-        """Workers that have work to do.
+        """Return the workers that have work to do.
 
         Dropped requests count as well: a worker that hangs in one keeps its slots.
         """

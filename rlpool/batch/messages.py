@@ -124,11 +124,11 @@ class Episodes:
     tape: Tape | None = None
 
     def share_of(self, worker: int, layout: Layout) -> range:
-        """The rows of a worker whose lanes cannot be seeded one by one."""
+        """Return the rows of a worker whose lanes cannot be seeded one by one."""
         return range((worker - self.first) % layout.n_workers, self.n_rows, layout.n_workers)
 
     def seeds(self, layout: Layout) -> list[int]:
-        """Their seeds; where one reset serves all lanes of a worker, its first episode's seed."""
+        """Return their seeds; if a reset serves all lanes of a worker, its first episode's seed."""
         if not layout.step.resets_together:
             return self.given_seeds or episode_seeds(self.root, self.first, self.n_rows)
         n_workers = layout.n_workers

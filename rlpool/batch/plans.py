@@ -90,7 +90,7 @@ class Claims:
         return list(range(first, stop, stride))[::-1]
 
     def _end(self, lane: int) -> int:
-        """End of a row's claims, that is, its first unclaimed episode."""
+        """Return the end of a row's claims, that is, its first unclaimed episode."""
         end: int = max(self._starts[lane], max(self._rows[lane]) >> _COUNT_BITS)
         return end
 

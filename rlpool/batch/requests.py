@@ -96,7 +96,7 @@ class Request(ABC):
         return self.block is not None and not self.remaining and self.error is None
 
     def n_finished(self, control: Control) -> int:
-        """Number of finished rows, according to shared memory and messages."""
+        """Return the number of finished rows, according to shared memory and messages."""
         return control.n_finished(self.number)
 
     @property
@@ -107,7 +107,7 @@ class Request(ABC):
         return self.block
 
     def working(self) -> set[int]:
-        """Workers that were sent their part of it and have not finished it."""
+        """Return the workers that were sent their part of it and have not finished it."""
         over = self.running_block.arrays.control["over"].data
         return {worker for worker in self.remaining if over[worker] != SILENT}
 
@@ -120,7 +120,7 @@ class Request(ABC):
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """Number of slots to run with when ``n_free`` of ``n_slots`` are free; 0 to wait."""
+        """Return the number of slots to use if ``n_free`` of ``n_slots`` are free; 0 to wait."""
 
     def begin(self, layout: Layout) -> None:  # noqa: B027
         """Determine the contents of the request when it is sent."""
@@ -136,7 +136,7 @@ class Request(ABC):
         return Run(self.number, self.asked, block, self.n_slots, again, self._truncated, payload)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
-        """Tapes of running episodes by lane, for the successor of a worker."""
+        """Return tapes of running episodes by lane, for the successor of a worker."""
         return {}
 
     def can_be_repeated(self) -> bool:
@@ -169,7 +169,7 @@ class Request(ABC):
         control["running"][worker] = -1
 
     def lanes_in(self, worker: int) -> list[int]:
-        """A worker's lanes that are in an episode of this request."""
+        """Return a worker's lanes that are in an episode of this request."""
         running = self.running_block.arrays.control["running"][worker]
         lanes: list[int] = np.flatnonzero(running >= 0).tolist()
         return lanes
@@ -204,11 +204,11 @@ class Request(ABC):
 
     @abstractmethod
     def _actions_before(self, row: int) -> Actions:
-        """The known actions of a row's episode that are no longer in its slot."""
+        """Return the known actions of a row's episode that are no longer in its slot."""
 
     @abstractmethod
     def _episode_in(self, worker: int, lane: int, row: int) -> tuple[int | None, int | None]:
-        """Number and seed of a lane's current episode, ``None`` where unknown."""
+        """Return number and seed of a lane's current episode, ``None`` where unknown."""
 
     @abstractmethod
     def result(self) -> TemporalDictTensor:
@@ -256,7 +256,7 @@ class EpisodeRequest(Request):
         self._in_place = True  # whether episode i is written into slot i
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """One slot per episode, and spare ones for episodes longer than a slot.
+        """Return one slot per episode, and spare ones for episodes longer than a slot.
 
         Room for another request of the same size is kept free.
         """
@@ -267,7 +267,7 @@ class EpisodeRequest(Request):
         return 0 if n_free < n_rows else n_rows + max(0, n_free - 2 * n_rows)
 
     def _actions_before(self, row: int) -> Actions:
-        """The actions in the chunks that the worker has sent."""
+        """Return the actions in the chunks that the worker has sent."""
         keys = self.running_block.layout.step.action_keys
         return joined(self._glue.chunks_of(row, keys) if self._glue is not None else [])
 
@@ -308,7 +308,7 @@ class EpisodeRequest(Request):
         return self._info(range(self.n_rows), partial(self.asked.seeds, layout))
 
     def result(self) -> TemporalDictTensor:
-        """All episodes: views of the block, or copies if a chunk was copied out of it."""
+        """Return all episodes: views of the block, or copies if a chunk was copied out of it."""
         block = self.running_block
         if self._glue is None:
             lengths = block.arrays.control["length"][: self.n_rows]
@@ -362,7 +362,7 @@ class WindowRequest(Request):
         self._shared = shared
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """One slot per lane, once the previous window is complete."""
+        """Return one slot per lane, once the previous window is complete."""
         self.n_rows = len(self._shared.running)
         return 0 if self._shared.is_busy or n_free < self.n_rows else self.n_rows
 
@@ -382,12 +382,12 @@ class WindowRequest(Request):
         return None if tapes is None else tapes.tapes.get(lane)
 
     def _actions_before(self, row: int) -> Actions:
-        """The actions on the lane's tape."""
+        """Return the actions on the lane's tape."""
         tape = self._tape_of(row)
         return {} if tape is None else tape.actions
 
     def _episode_in(self, worker: int, lane: int, row: int) -> tuple[None, int | None]:
-        """Seed of a lane's episode; the tape and the slot hold its number of restarts."""
+        """Return the episode's seed; the tape and the slot hold the lane's number of restarts."""
         block, n_restarts, seeds = self.running_block, 0, self.asked.seeds
         if block.layout.step.resets_together:
             return None, seeds.seed(row - lane, 0)
@@ -403,14 +403,14 @@ class WindowRequest(Request):
         return None, seeds.seed(row, n_restarts)
 
     def n_finished(self, control: Control) -> int:
-        """Rows of workers that have finished the window."""
+        """Return the number of rows of workers that have finished the window."""
         if self.block is None:
             return 0
         done = set(range(self.block.layout.n_workers)) - self.working()
         return sum(len(self.asked.rows_of(worker)) for worker in done)
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
-        """Tapes of running episodes by lane, as ``Request.tapes_for``."""
+        """Return tapes of running episodes by lane, as ``Request.tapes_for``."""
         window, tapes = self.asked, self._shared.tapes
         if tapes is None or window.is_first:
             return {}

@@ -305,7 +305,7 @@ class Collector(Server):
         return isinstance(message, MapBlock)
 
     def next_plan(self) -> Plan | None:
-        """The plan of the next request, unless another command comes first."""
+        """Return the plan of the next request, unless another command comes first."""
         while self._next is None and self.has_next() and not self._recycling.is_due():
             message, memory = self.receive()
             if isinstance(message, MapBlock):
@@ -358,7 +358,7 @@ class _WorkerEnds(Exception):
 
 
 def _infos(payload: Payload | None, memory: Memory | None) -> tuple[Any, Any, Any]:
-    """Both infos of a request, and by lane the tapes of episodes that another worker began."""
+    """Return both infos of a request, and by lane the tapes of another worker's episodes."""
     if payload is None or memory is None:
         return {}, {}, {}
     infos: tuple[Any, Any, Any] = unpack(payload, memory)

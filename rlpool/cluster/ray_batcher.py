@@ -323,7 +323,7 @@ class Nodes:
         return oldest.result(), oldest.failures
 
     def finished(self) -> tuple[int, int]:
-        """Finished and requested rows of the oldest request."""
+        """Return finished and requested rows of the oldest request."""
         n_rows, n_left = next(((each.n_rows, each.n_left) for each in self.pending), (0, 0))
         return n_rows - n_left, n_rows
 
@@ -417,7 +417,7 @@ class _Gathering(EpisodeRequest):
         return rows[:size]
 
     def message(self, rows: range) -> tuple[Any, ...]:
-        """The arguments of ``NodeActor._begin``."""
+        """Return the arguments of ``NodeActor._begin``."""
         asked, first = self.asked, self.asked.first + rows.start
         request = len(rows), *part_of(self.infos, rows)
         seeds = asked.given_seeds and asked.given_seeds[rows.start : rows.stop]
@@ -549,7 +549,7 @@ class NodeActor:
 
 
 def _placed(error: Any, first: int) -> Any:
-    """The same error, with the node and the row of the whole request in its ``where``."""
+    """Add the node and the row of the whole request to the ``where`` of an error."""
     if (where := getattr(error, "where", None)) is None:
         return error
     node = import_extra("ray.util", "ray").get_node_ip_address()

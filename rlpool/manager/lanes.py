@@ -254,7 +254,7 @@ class Lanes(CrashOnly):
                 self._wakes[worker].signal()
 
     def _steps_of(self, lanes: Sequence[int]) -> list[int]:
-        """Tasks of lanes for a step; an episode whose reset was skipped is truncated."""
+        """Return the tasks of lanes for a step; an episode whose reset was skipped is truncated."""
         for lane in self.truncations.keys() & lanes:
             if self.truncations[lane].tape is not self.tapes.peek(lane):
                 del self.truncations[lane]
@@ -461,7 +461,7 @@ class Lanes(CrashOnly):
                 self.crew.send(worker, self._calls_sent[lane])
 
     def _tape_of(self, lane: int) -> Tape | None:
-        """The tape for a successor to repeat, with the observation expected at its end."""
+        """Return the tape for a successor to repeat, with the observation expected at its end."""
         tape, call, worker = self.tapes.tape(lane), self._call_of(lane), self.worker_of[lane]
         if tape is None or call == "reset":
             return None
@@ -477,11 +477,11 @@ class Lanes(CrashOnly):
         return replace(tape, observation=observation)
 
     def busy(self) -> Collection[int]:
-        """Workers whose lanes have tasks."""
+        """Return the workers whose lanes have tasks."""
         return {w for n, w in enumerate(self.worker_of) if self._todo[n]}
 
     def _call_of(self, lane: int) -> str:
-        """Name of a lane's task in errors; empty if it has none."""
+        """Return the name of a lane's task for errors; empty if it has none."""
         todo = self._todo[lane]
         return self._calls_sent[lane].command if todo == ANSWER else CALL_OF[todo]
 

@@ -295,7 +295,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         return method.__wrapped__(self, *arguments)
 
     def stats(self) -> Stats:
-        """Activity of the workers, as ``Batcher.stats``, without episodes, lanes and waiting.
+        """Read the workers' activity like ``Batcher.stats``, without episodes, lanes and waiting.
 
         Only time in steps counts as time of the environments; other time is not broken down.
 

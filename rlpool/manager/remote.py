@@ -171,6 +171,6 @@ def _checked_seed(seed: Any) -> int:
 
 
 def _seeds_from(seed: int) -> Iterator[int]:
-    """A seed, followed by seeds derived from it."""
+    """Return an iterator over a seed and the seeds derived from it."""
     stream = LaneSeeds(root_from(seed), 0)
     return itertools.chain([seed], map(partial(stream.seed, 0), itertools.count()))

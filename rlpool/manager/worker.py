@@ -120,7 +120,7 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
 
 
 def tasks_of(env: GymEnv) -> tuple[int | None, int | None, list[Any] | None]:
-    """``(n_tasks, horizon_bamdp, all_tasks)`` of environments, ``None`` if missing."""
+    """Return environments' ``(n_tasks, horizon_bamdp, all_tasks)``, ``None`` if missing."""
 
     def attribute(name: str) -> Any:
         try:
@@ -305,7 +305,7 @@ class EnvServer(Server):
         return True
 
     def _call_of(self, lane: int) -> Call:
-        """The task that was sent to a lane, which may arrive after the buffers announce it."""
+        """Return the task that was sent to a lane; it may arrive after the buffers announce it."""
         while lane not in self._calls:
             if not self._read():
                 raise EOFError  # it has to close

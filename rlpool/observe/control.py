@@ -224,7 +224,7 @@ class Control:
         return WorkerRecord(self.rows[worker], self.lanes[worker])
 
     def lane_in_use(self, worker: int) -> int:
-        """The lane whose environment a worker ran last."""
+        """Return the lane whose environment a worker ran last."""
         return int(self.rows[worker, Word.LANE])
 
     # Written by the caller ----------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Control:
         self._header[Head.N_ROWS + number % MAX_REQUESTS] = 0
 
     def n_finished(self, number: int) -> int:
-        """Finished episodes of a request that was sent, 0 for one that was not.
+        """Return the finished episodes of a request that was sent, 0 for one that was not.
 
         An episode whose worker died just after its end is counted again when it is repeated.
         """

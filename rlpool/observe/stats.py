@@ -140,7 +140,7 @@ class StatsReader:
         self._last: dict[int, tuple[int, int, NDArray]] = {}
 
     def read(self) -> Stats:
-        """Current statistics; rates and shares since the last call."""
+        """Return current statistics, with rates and shares since the last call."""
         control = self._control
         workers = tuple(self._worker(worker) for worker in range(control.n_workers))
         return Stats(
@@ -208,7 +208,7 @@ class StatsReader:
 
 
 def _state_of(state: int, pid: int, n_starts: int) -> str:
-    """Name of a worker's state, given whether its process exists."""
+    """Return the name of a worker's state, which depends on whether its process exists."""
     present = state in (State.STARTING, State.UP)  # as far as its owner knows
     if state == State.GONE or (present and pid and has_ended(pid)):
         return "dead"

@@ -72,7 +72,7 @@ class Program:
             raise UsageError(message, fix="try again once it has made one, or give another process")
 
     def read(self) -> list[Stats]:
-        """Statistics of each of its batchers and managers, the oldest first.
+        """Return statistics of each of its batchers and managers, the oldest first.
 
         Raises:
             UsageError: If the process has ended, whether or not its parent has noticed, or access
@@ -171,7 +171,7 @@ def _show(program: Program, once: bool) -> None:
 
 
 def _text(all_stats: Sequence[Stats]) -> str:
-    """A table per batcher with its lanes; lines are cut at the terminal's width."""
+    """Make a table per batcher with its lanes; lines are cut at the terminal's width."""
     lines: list[str] = []
     for stats in all_stats:
         requests = [f"request {r.number}: {r.n_finished}/{r.n_episodes}" for r in stats.requests]
@@ -193,6 +193,6 @@ def _text(all_stats: Sequence[Stats]) -> str:
 
 
 def _lane(lane: LaneStats) -> str:
-    """Episode and step of a lane, ``-`` if it is idle; ``w`` marks a waiting lane."""
+    """Return episode and step of a lane, ``-`` if it is idle; ``w`` marks a waiting lane."""
     mark = "w" if lane.state == "waiting" else ""
     return "-" if lane.episode is None else f"{lane.episode}:{lane.step}{mark}"

@@ -171,7 +171,7 @@ class Layout:
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
 
     def steps_in_slot(self, control: Mapping[str, NDArray], worker: int) -> NDArray:
-        """Steps of each lane of a worker in its slot, ``n_timesteps`` if the slot is full.
+        """Return the steps of a worker's lanes in their slots, ``n_timesteps`` if a slot is full.
 
         The row alone is ambiguous: the one past a full slot is the first of the next slot.
         """
@@ -180,7 +180,7 @@ class Layout:
         return np.where((steps < 0) | (steps > self.n_timesteps), 0, steps)
 
     def bytes_of_key(self) -> dict[str, int]:
-        """Bytes per key, including final values, without control arrays."""
+        """Return bytes per key, including final values, without control arrays."""
         sizes: Counter[str] = Counter()
         for specs, n in self._areas[1:]:
             sizes.update(carved_bytes(specs, n))

@@ -136,7 +136,7 @@ class Glue:
         ]
 
     def chunks_of(self, episode: int, keys: Sequence[str]) -> list[dict[str, NDArray]]:
-        """The known values of some keys of an episode, by chunk."""
+        """Return the known values of some keys of an episode, by chunk."""
         found: dict[int, dict[str, NDArray]] = {}
         for episodes, offset, part in self._parts:
             for row in np.flatnonzero(episodes == episode):
@@ -221,7 +221,7 @@ class StepTensors(DerivedTensors):
         return _flags(part.lengths, steps, values)
 
     def finals_of(self, key: str) -> NDArray | None:
-        """The values after each row's last step, if ``key`` names values after each step.
+        """Return the values after each row's last step, if ``key`` names values after each step.
 
         ``None`` for other keys, for flags, and for keys accessed before, which may have been
         changed.
@@ -320,7 +320,7 @@ def _steps_in(lengths: NDArray) -> NDArray:
 
 
 def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Tensor:
-    """Flags that can be True at one step per row only: ``values`` at ``steps``."""
+    """Make flags that can be True at one step per row only: ``values`` at ``steps``."""
     flags = np.zeros((len(lengths), lengths.max(initial=0)), bool)
     rows = np.flatnonzero((lengths > 0) & (values > 0))
     flags[rows, steps[rows]] = True
@@ -328,7 +328,7 @@ def _flags(lengths: NDArray, steps: NDArray, values: NDArray) -> Tensor:
 
 
 def _after(source: NDArray, finals: NDArray, lengths: NDArray) -> Tensor:
-    """Copy of the values after each step, zero from each row's length on."""
+    """Copy the values after each step, zero from each row's length on."""
     shifted = np.empty_like(source, order="C")
     if shifted.shape[1]:
         shifted[:, :-1] = source[:, 1:]

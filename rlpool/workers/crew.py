@@ -148,10 +148,10 @@ class Client(Protocol):
         """
 
     def busy(self) -> Collection[int]:
-        """The workers that have work to do."""
+        """Return the workers that have work to do."""
 
     def running_in(self, worker: int) -> dict[str, Any]:
-        """``where`` of a worker, ``options`` and ``actions`` of its episode, as far as known."""
+        """Return a worker's ``where``, and its episode's ``options`` and ``actions`` if known."""
 
 
 class Crew:
@@ -215,7 +215,7 @@ class Crew:
         self._end = Finalize(self, _close, arguments, exitpriority=10)
 
     def all_processes(self) -> list[SpawnProcess]:
-        """The process of each worker, the last one if it has ended; none after ``close``."""
+        """Return each worker's process, the last one if it has ended; none after ``close``."""
         return [link.process for link in self._links if link.process is not None]
 
     @property
@@ -423,7 +423,7 @@ class Crew:
             self._epoll.modify(pipe, pipe.events)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a worker has sent something or has ended.
+        """Return a descriptor that is readable when a worker has sent something or has ended.
 
         It stays open until ``close``, and is -1 afterwards.
         """
@@ -543,7 +543,7 @@ class Crew:
                 self.kill(link.worker, error)
 
     def _progress_of(self, link: Link) -> int:
-        """A number that changes with a worker's activity, 0 if it is unknown.
+        """Return a number that changes with a worker's activity, 0 if it is unknown.
 
         It counts steps, and the lane within a step, as each of many lanes may be slow. While a
         worker starts, it is the negative processor time.

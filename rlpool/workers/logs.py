@@ -49,7 +49,7 @@ class PipeHandler(QueueHandler):
 
 
 def current_levels() -> Levels:
-    """The levels of this process, from which a new worker knows which records to send."""
+    """Return the levels of this process, from which a new worker knows which records to send."""
     named = {
         name: logger.level
         for name, logger in list(logging.root.manager.loggerDict.items())

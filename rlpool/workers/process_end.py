@@ -102,7 +102,7 @@ def _end_group_of(process: SpawnProcess) -> None:
 
 
 def signal_name(exitcode: int | None) -> str | None:
-    """Name of the signal that ended a process; ``None`` if it ended otherwise."""
+    """Return the name of the signal that ended a process; ``None`` if it ended otherwise."""
     if exitcode is None or exitcode >= 0:
         return None
     try:

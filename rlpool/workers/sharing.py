@@ -80,7 +80,7 @@ class Shared:
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """A context in which its pickle can be read."""
+        """Let the pickle be read within this context."""
         _being_read.append(self)
         try:
             yield

@@ -130,7 +130,7 @@ Packet = tuple[bytes, list[int]]
 
 
 def pipe_ends() -> tuple[socket.socket, socket.socket]:
-    """The sockets of a new pipe."""
+    """Make the sockets of a new pipe."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -224,7 +224,7 @@ class CallerPipe:
                 raise
 
     def receive(self) -> Message | None:
-        """The next message, ``None`` if none has arrived.
+        """Return the next message, ``None`` if none has arrived.
 
         Raises:
             EOFError, OSError: If the other end is gone and there are no further messages.
@@ -242,7 +242,7 @@ class CallerPipe:
             self._socket.shutdown(socket.SHUT_WR)
 
     def rest(self) -> list[Message]:
-        """The messages that have arrived."""
+        """Return the messages that have arrived."""
         messages: list[Message] = []
         with suppress(EOFError, OSError):
             while (message := self.receive()) is not None:

@@ -120,7 +120,7 @@ def _write_stacks_on_signal() -> None:
 
 
 def stacks_of(process: SpawnProcess | None) -> str:
-    """The stacks of a worker's threads; empty if it does not write them within a second."""
+    """Return the stacks of a worker's threads; empty if it does not write them in a second."""
     if process is None or not process.is_alive():
         return ""
     try:
