@@ -87,14 +87,14 @@ def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None
         _prepare(caller, modules)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
-            _reply(caller, "refused", str(error) or type(error).__name__)
+            _send(caller, "refused", str(error) or type(error).__name__)
     else:
-        _reply(caller, "ready", "")
+        _send(caller, "ready", "")
         worker = _serve_requests(caller, parent_pid)
     return worker or os._exit(0)
 
 
-def _reply(caller: socket.socket, *words: Any) -> None:
+def _send(caller: socket.socket, *words: Any) -> None:
     caller.send(pickle.dumps(words))
 
 
@@ -138,13 +138,13 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
     for name in modules:
-        _reply(caller, "importing", name)
+        _send(caller, "importing", name)
         try:
             importlib.import_module(name)
         except BaseException as error:
             raise OSError(described(error)[:300]) from error
         _refuse_if_unsafe()
-    _reply(caller, "importing", "")
+    _send(caller, "importing", "")
     del this_process._inheriting
     gc.disable()  # an import may have enabled it
 
@@ -202,7 +202,7 @@ def _serve_requests(caller: socket.socket, parent_pid: int) -> Callable[[], None
             set_title("rlpool-worker")
             caller.close()
             return _begin_worker(fds, pickle.loads(request))
-        _reply(caller, -code, 0)
+        _send(caller, -code, 0)
         for fd in fds:
             os.close(fd)
     return None
@@ -277,7 +277,7 @@ def fork_orphan(caller: socket.socket) -> bool:
         pid = os.fork()
         if not pid:
             return True
-        _reply(caller, pid, os.getpid())
+        _send(caller, pid, os.getpid())
     except OSError as error:
         os._exit(error.errno or errno.EAGAIN)
     os._exit(0)
