@@ -76,7 +76,7 @@ class Claims:
     def make(self, worker: int, lane: int) -> list[int]:
         """Claim the next episodes of a row, several at once while many are left; the next one last.
 
-        A row's claims only grow, so checking that nothing is left needs no lock.
+        The end of a row's claims only grows, so checking that nothing is left needs no lock.
         """
         if self._end(lane) >= self._n_episodes:
             return []

@@ -266,7 +266,7 @@ class Lanes(CrashOnly):
 
         Raises:
             LaneFailure: If an environment failed.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
         """
         self._wait_for_lanes(lanes)
         if self._errors:
@@ -397,7 +397,7 @@ class Lanes(CrashOnly):
         """Handle messages until a condition holds, or until a ``time.monotonic()``.
 
         Raises:
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
         """
         self._look()
         self.crew.wait_until(lambda: is_over() or self.crew.fatal is not None, until_s)
@@ -411,7 +411,7 @@ class Lanes(CrashOnly):
         """Wait for a condition that depends on the buffers.
 
         Raises:
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hung.
         """
         self._n_waits += 1
         if self._n_waits % _WAITS_PER_LOOK == 0:

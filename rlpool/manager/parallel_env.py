@@ -78,9 +78,9 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             rows, and results are the same. With half of them, one half steps while the agent is
             called for the other. Agents that require a history always wait for all.
         **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
-            ``max_episodes_per_worker`` and ``start_method``, as for ``EpisodeBatcher``. Healthy
-            workers are replaced at a reset of one of their lanes; their other lanes are restored to
-            the middle of their episodes.
+            ``max_episode_restarts``, ``max_episodes_per_worker`` and ``start_method``, as for
+            ``EpisodeBatcher``. Healthy workers are replaced at a reset of one of their lanes; their
+            other lanes are restored to the middle of their episodes.
 
     Attributes:
         num_envs: Number of environments, the same as ``n_lanes``.
