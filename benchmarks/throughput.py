@@ -145,7 +145,7 @@ def pending_window(
 
 
 def request_us(batcher: Any, request: Callable[[], None], request_s: float) -> float:
-    """Median time of a ``get`` and an ``execute`` if the result is complete, in microseconds.
+    """Return the median time of ``get`` and ``execute`` for a complete result, in microseconds.
 
     Args:
         batcher: A batcher without pending requests.

@@ -120,7 +120,7 @@ def make_cartpole() -> gymnasium.Env[Any, Any]:
 
 
 def make_long_cartpole() -> gymnasium.Env[Any, Any]:
-    """CartPole without termination: episodes take 500 steps, like those of a trained policy."""
+    """Make CartPole without termination: episodes of 500 steps, like those of a trained policy."""
     env: Any = gymnasium.make("CartPole-v1")
     env.unwrapped.theta_threshold_radians = env.unwrapped.x_threshold = math.inf
     return env

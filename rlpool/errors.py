@@ -300,7 +300,7 @@ def compose(what: str, *, where: str = "", fix: str = "") -> str:
 
 
 def described(error: BaseException) -> str:
-    """Class and text of an exception in one line, even one without text."""
+    """Describe an exception in one line by class and text, even one without text."""
     try:
         text = " ".join(str(error).split("\n")).strip()
     except Exception:

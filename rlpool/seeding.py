@@ -114,7 +114,7 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
 
 
 def evaluation_root(seed: int) -> int:
-    """The root of an evaluation, which shares no stream with a batcher of the same seed.
+    """Return the root of an evaluation, which shares no stream with a batcher of the same seed.
 
     An evaluation on the episodes of training would say little about others.
 
@@ -144,7 +144,7 @@ def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -
 
 
 def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
-    """Seeds of consecutive episodes in ``[0, 2**31)``, distinct for 2**31 episodes of a root.
+    """Return seeds of consecutive episodes below ``2**31``, distinct for 2**31 episodes of a root.
 
     Args:
         root: The root.
@@ -184,7 +184,7 @@ def checked_seeds(seeds: Any, n_episodes: int | None) -> list[int]:
 
 
 def noise_keys(root: int, first: int, n_episodes: int) -> Words:
-    """Keys of the noise of consecutive episodes: uint64 ``[n_episodes]``.
+    """Return keys of the noise of consecutive episodes: uint64 ``[n_episodes]``.
 
     Args:
         root: The root.
@@ -195,7 +195,7 @@ def noise_keys(root: int, first: int, n_episodes: int) -> Words:
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
-    """The task of each rollout of a collection, int in ``[0, n_tasks)``."""
+    """Return the task of each rollout of a collection, int in ``[0, n_tasks)``."""
     draws = _hashes(root, Purpose.TASKS, collection, n_rollouts) % np.uint64(n_tasks)
     return list(map(int, draws))
 
@@ -238,7 +238,7 @@ class LaneSeeds:
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
-        """Noise of that episode, ``n_noise`` numbers per step."""
+        """Return noise of that episode, ``n_noise`` numbers per step."""
         n_at_once = max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
         block, row = divmod(n_restarts, n_at_once)
         derived_from = self._noise_key, self._noise_salt, block
@@ -262,7 +262,7 @@ lane_seeds = functools.lru_cache(maxsize=64)(LaneSeeds)
 
 
 def seed_from(seed: int) -> int:
-    """A user's seed for an environment: unchanged below 2**31, hashed above."""
+    """Return a user's seed for an environment: unchanged below 2**31, hashed above."""
     return seed if seed < N_SEEDS else worker_seed(root_from(seed), 0)
 
 
@@ -306,7 +306,7 @@ class NoiseStart(NamedTuple):
 
 
 def noise_chunks(keys: Words, steps: Any, n_noise: int) -> Words:
-    """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, each from one of its steps on."""
+    """Compute noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, each from a given step."""
     keys = keys.reshape(-1, 1)
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
     words = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)  # the counters
@@ -323,21 +323,21 @@ def noise_chunks(keys: Words, steps: Any, n_noise: int) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _seed_keys(root: int, purpose: int) -> tuple[int, ...]:
-    """Keys of a permutation; cached, since every request of a batcher needs the same."""
+    """Return keys of a permutation; cached, since every request of a batcher needs the same."""
     sequence = np.random.SeedSequence(root, spawn_key=(purpose,))
     return tuple(sequence.generate_state(_PERMUTATION_ROUNDS).tolist())
 
 
 @functools.lru_cache(maxsize=64)
 def _derive(root: int, *path: int) -> Words:
-    """Two words for a path below the root; cached, since windows after a reset need the same."""
+    """Derive two words for a path below the root; cached, since windows need the same."""
     words: Words = np.random.SeedSequence(root, spawn_key=path).generate_state(2, np.uint64)
     words.flags.writeable = False
     return words
 
 
 def _hashes(root: int, purpose: int, number: int, n: int, start: int = 0) -> Words:
-    """``n`` words, uint64, from the ``start``-th on, for the ``number``-th request of a purpose."""
+    """Hash ``n`` uint64 words, from the ``start``-th on, for request ``number`` of a purpose."""
     key, salt = _derive(root, purpose, number)
     return mix64_inplace_(
         mix64_inplace_(key + np.arange(start, start + n, dtype=np.uint64) * _GOLDEN) ^ salt

@@ -80,7 +80,7 @@ def advantages_of(episodes, value, next_value):
 
 
 def learn(agent, optimizer, episodes):
-    """One epoch of PPO."""
+    """Learn for one epoch of PPO."""
     with torch.no_grad():
         value = agent.critic(episodes["frame"]).squeeze(-1)
         advantages = advantages_of(episodes, value, agent.critic(episodes["_frame"]).squeeze(-1))

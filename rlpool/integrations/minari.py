@@ -175,7 +175,7 @@ def _check_complete(trajectories: TemporalDictTensor) -> None:
     refuse_missing("the trajectories", trajectories.keys(), ["_done", "initial_state"], fix)
     lengths = trajectories.lengths
     if not len(lengths) or not bool((lengths > 0).all()):
-        raise SpecError("there are no episodes, or rows without steps", fix=fix)
+        raise SpecError("the trajectories are empty, or have rows without steps", fix=fix)
     first = trajectories["initial_state"][:, 0].bool()
     done = trajectories["_done"].bool() & trajectories.mask().bool()
     last = trajectories.temporal_multi_index(lengths - 1)["_done"].bool()

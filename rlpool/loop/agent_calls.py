@@ -301,7 +301,7 @@ class AgentCalls:
 
 
 def _no_history(current: Mapping[str, NDArray]) -> TemporalDictTensor:
-    """A history without steps."""
+    """Return a history without steps."""
     known = {key: torch.from_numpy(array)[:, None][:, :0] for key, array in current.items()}
     known |= {successor_key(key): tensor for key, tensor in known.items()}
     n_lanes = len(current["reward"])

@@ -123,7 +123,7 @@ class LaneTable:
         return plan
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
-        """The writer of a plan's block; plans with the same block share it."""
+        """Return the writer of a plan's block; plans with the same block share it."""
         writer = self._writers.get(plan.arrays)
         if writer is None:
             sources = self._calls.current, self._calls.driver.state
@@ -275,7 +275,7 @@ class LaneTable:
         self.fill()
 
     def _full_lanes(self, plan: Plan) -> list[Lane]:
-        """The lanes of a plan that leave their slots now, in the middle of episodes."""
+        """Return the lanes of a plan that leave their slots now, in the middle of episodes."""
         return plan.full_lanes(self.lanes)
 
     def _record_slots(self, lanes: Sequence[Lane]) -> None:
@@ -399,7 +399,7 @@ class SelfRestartingLanes(LaneTable):
         return super().have_news() or (not is_dealt and bool(self._ready(self.idle)))
 
     def _ready(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Those of the lanes that are at the start of an episode, ascending."""
+        """Return those of the lanes that are at the start of an episode, ascending."""
         ready = self._env.ready_lanes(sorted(map(by_number, lanes)))
         return list(map(self.lanes.__getitem__, ready))
 
@@ -431,7 +431,7 @@ class SelfRestartingLanes(LaneTable):
             super()._restart(ready)
 
     def _full_lanes(self, plan: Plan) -> list[Lane]:
-        """All lanes, because a window also ends for lanes that restarted and made fewer steps."""
+        """Return all lanes: a window also ends for lanes that restarted and made fewer steps."""
         full = super()._full_lanes(plan)
         if not full or not plan.restarts:
             return full

@@ -381,18 +381,18 @@ class Plan(ABC):
         lane.state = State.IDLE
 
     def rows_of(self, lanes: Sequence[int]) -> NDArray:
-        """Row numbers of all lanes; lanes not in ``lanes`` get a row of the spare slot."""
+        """Return row numbers of all lanes; lanes not in ``lanes`` get a row of the spare slot."""
         rows: NDArray = self._spare_rows.copy()
         rows[lanes] = self.rows[lanes]
         return rows
 
     def steps_in_slot(self, lane: Lane) -> int:
-        """Rows of its slot that a lane has filled."""
+        """Return the number of rows of its slot that a lane has filled."""
         steps: int = self._row[lane.number] - lane.slot * self._n_timesteps
         return steps
 
     def full_lanes(self, lanes: Iterable[Lane]) -> list[Lane]:
-        """The lanes that run this plan and have filled their slots."""
+        """Return the lanes that run this plan and have filled their slots."""
         return [
             lane
             for lane in lanes
@@ -415,7 +415,7 @@ class PlanQueue(Protocol):
         """Whether ``next_plan`` may have one, at little cost."""
 
     def next_plan(self) -> Plan | None:
-        """Another plan for lanes left idle by the plans so far, ``None`` if there is none."""
+        """Return another plan for lanes left idle by the plans so far, or ``None``."""
 
     def done(self, plan: Plan) -> None:
         """Handle the end of a plan, done or cancelled: no lane runs it."""

@@ -131,7 +131,7 @@ class Rollout:
             lanes.end()
 
     def _go_on(self) -> None:
-        """Step until there is no plan left."""
+        """Step until no plan is left."""
         lanes, env = self._lanes, self._env
         self._waits_for_all = env.min_ready is None or self._calls.history is not None
         if not lanes.plans:
@@ -228,7 +228,7 @@ class Rollout:
     # Failures ------------------------------------------------------------------------------------
 
     def _ended_by(self, error: LaneError) -> tuple[Plan, WorkerError]:
-        """The plan that a failure of the user's code ends, and the error to report.
+        """Return the plan that a failure of the user's code ends, and the error to report.
 
         The agent is called for all lanes at once, so its error names all of the plan's rows in the
         call. If several plans took part, the oldest one ends and the others begin again.
@@ -247,7 +247,7 @@ class Rollout:
         return plan, failure
 
     def _failure(self, error: LaneError, lane: Lane) -> WorkerError:
-        """The error for a failure of the user's code in a lane's episode."""
+        """Make the error for a failure of the user's code in a lane's episode."""
         env, plan = self._env, lane.plan
         used = env.seed_used(lane.number)
         seed = lane.seed if used is None else used
@@ -264,7 +264,7 @@ class Rollout:
 
 
 def _user_error(error: LaneError, where: Where, **episode: Any) -> WorkerError:
-    """The error for a failure of the environment or the agent, as ``env_error``."""
+    """Make the error for a failure of the environment or the agent, as ``env_error``."""
     if isinstance(error, WorkerDiedError | WorkerTimeoutError):  # a worker of a manager
         return error.reworded(where=where._replace(worker=error.where.worker), **episode)
     if not isinstance(error, AgentFailure):

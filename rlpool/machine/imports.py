@@ -55,7 +55,7 @@ def refuse_during_import() -> None:
 
 
 def missing_guard_error(exitcode: int | None) -> UsageError | None:
-    """The error to raise if a worker ended because of a missing ``__main__`` guard.
+    """Make the error for a worker that ended because of a missing ``__main__`` guard.
 
     Args:
         exitcode: The worker's exit code.
@@ -64,7 +64,7 @@ def missing_guard_error(exitcode: int | None) -> UsageError | None:
         return None
     return UsageError(
         "the script starts workers when it is imported: each worker imports the main module, and "
-        'would start workers in turn, because there is no `if __name__ == "__main__":` guard',
+        'would start workers in turn, because the guard `if __name__ == "__main__":` is missing',
         fix="put everything but definitions into a function and call it below "
         '`if __name__ == "__main__":`',
     )

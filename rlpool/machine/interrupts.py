@@ -39,7 +39,7 @@ _ctrl_c: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
 
 
 def ctrl_c() -> tuple[type[BaseException], ...]:
-    """The exceptions of Ctrl-C in this process, for an ``except`` clause; none in a worker.
+    """Return the exceptions of Ctrl-C in this process, for an ``except`` clause; none in a worker.
 
     There a ``KeyboardInterrupt`` comes from the user's code, like any other exception.
     """

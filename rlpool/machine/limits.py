@@ -59,7 +59,7 @@ def check_size(bytes_of_key: Mapping[str, int], advice: Advice, name: str = "the
 
 
 def _by_key(bytes_of_key: Mapping[str, int]) -> str:
-    """Bytes per key, the largest first."""
+    """Format bytes per key, the largest first."""
     ordered = sorted(bytes_of_key.items(), key=lambda item: -item[1])
     parts = [f"{key} {human(n_bytes)}" for key, n_bytes in ordered[:_LARGEST_KEYS]]
     return ", ".join(parts + ["..."] * (len(ordered) > _LARGEST_KEYS))
@@ -120,5 +120,5 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
 
 
 def n_free_descriptors() -> int:
-    """Number of descriptors that this process may still open for workers."""
+    """Return the number of descriptors that this process may still open for workers."""
     return max(0, max_descriptors() - n_open_descriptors() - _SPARE_DESCRIPTORS)

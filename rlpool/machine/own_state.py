@@ -25,7 +25,7 @@ which continues."""
 
 
 def current_generators() -> Generators:
-    """The current states of all generators."""
+    """Return the current states of all generators."""
     numpy, bit_generator = _NUMPY.get_state(legacy=False), _NUMPY.get_bit_generator()
     return random.getstate(), numpy, torch.default_generator.get_state(), bit_generator
 
@@ -70,7 +70,7 @@ _NAMES = (
 
 
 def torch_settings() -> Settings:
-    """The settings of this process."""
+    """Return the settings of this process."""
     return {name: getattr(torch, f"get_{name}")() for name in _NAMES}
 
 
@@ -82,7 +82,7 @@ def use_settings(settings: Settings) -> None:
 
 
 def default_device() -> torch.device:
-    """The device on which torch creates tensors in this process."""
+    """Return the device on which torch creates tensors in this process."""
     return torch.empty(0).device
 
 

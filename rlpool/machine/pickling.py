@@ -31,7 +31,7 @@ def why_not(
     label: str = "",
     dumps: Callable[[Any], Any] = cloudpickle.dumps,
 ) -> str:
-    """One line that names the part that cannot be pickled, and why.
+    """Return one line that names the part that cannot be pickled, and why.
 
     Args:
         parts: The pickled parts, by the names known to the user.
@@ -49,7 +49,7 @@ def why_not(
 def _culprit(
     path: str, value: Any, dumps: Callable[[Any], Any], *above: Any
 ) -> tuple[str, str] | None:
-    """The path and description of the innermost part that cannot be pickled; ``None`` if all can.
+    """Find path and description of the innermost part that cannot be pickled; ``None`` if all can.
 
     Args:
         path: The path to the value.
@@ -73,7 +73,7 @@ def _culprit(
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:
-    """The contents of an object, each with its step of the path."""
+    """Return the contents of an object, each with its step of the path."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", inner) for key, inner in value.items())
     if isinstance(value, tuple | list):

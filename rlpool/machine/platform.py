@@ -66,7 +66,7 @@ def anonymous_file(name: str) -> int:
 
 
 def anonymous_files(pid: int | None, name: str) -> Iterator[Path]:
-    """The open files of a process with that name; OSError if access is denied."""
+    """Find the open files of a process with that name; OSError if access is denied."""
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(file) == f"/memfd:{name} (deleted)":
@@ -74,7 +74,7 @@ def anonymous_files(pid: int | None, name: str) -> Iterator[Path]:
 
 
 def file_of(fd: int, pid: int | str = "self") -> str:
-    """A path through which another process can open the file of a descriptor."""
+    """Return a path through which another process can open the file of a descriptor."""
     return f"/proc/{pid}/fd/{fd}"
 
 
@@ -114,17 +114,17 @@ def append_only(fd: int) -> None:
 
 
 def n_unread_bytes(fd: int) -> int:
-    """Bytes that the kernel holds for the reader of a socket, including its own overhead."""
+    """Return the bytes that the kernel holds for a socket's reader, including its own overhead."""
     return int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def max_descriptors() -> int:
-    """Maximum number of descriptors of this process."""
+    """Return the maximum number of descriptors of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def n_open_descriptors() -> int:
-    """Number of open descriptors of this process."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
 
 
@@ -165,7 +165,7 @@ _INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask", "
 
 
 def inherited() -> tuple[Any, ...]:
-    """State that a process inherits, which another running process cannot take over.
+    """Return the state that a process inherits, which another running process cannot take over.
 
     The working directory, session, privileges, umask, ignored signals, nice value, cores, and
     limits.
@@ -208,7 +208,7 @@ def set_title(title: str) -> None:
 
 
 def own_processes() -> Iterator[int]:
-    """The processes of this user."""
+    """Return the processes of this user."""
     for directory in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if directory.stat().st_uid == os.getuid():
@@ -216,22 +216,22 @@ def own_processes() -> Iterator[int]:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; ``""`` if there is no such process."""
+    """Return the command line of a process; ``""`` if it does not exist."""
     return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
 
 
 def n_threads() -> int:
-    """Threads of this process, including those of libraries."""
+    """Count the threads of this process, including those of libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def stat_fields(pid: int | str | None) -> list[str]:
-    """The kernel's status of a process, its state first; empty if there is no such process."""
+    """Return the kernel's status of a process, its state first; empty if it does not exist."""
     return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def process_activity(pid: int | None) -> int:
-    """CPU time and page faults of a process: a number that grows with any activity.
+    """Sum CPU time and page faults of a process: a number that grows with any activity.
 
     Returns:
         At least 1; 0 where the system does not provide it.
@@ -242,13 +242,13 @@ def process_activity(pid: int | None) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process without shared blocks; 0 if unknown."""
+    """Return the resident memory of a process without shared blocks; 0 if unknown."""
     file = Path(f"/proc/{pid}/status")
     return _kilobytes(file, "RssAnon") + _kilobytes(file, "RssFile")
 
 
 def n_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory since its start; 0 if unknown."""
+    """Count the processes killed by the kernel for lack of memory since boot; 0 if unknown."""
     return int(_field(ROOT / "proc/vmstat", "oom_kill") or 0)
 
 
@@ -262,7 +262,7 @@ def has_ended(pid: int) -> bool:
 
 
 def human(n_bytes: int) -> str:
-    """A size for messages, such as ``"1.5 GiB"``."""
+    """Format a size for messages, such as ``"1.5 GiB"``."""
     size, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024
@@ -282,7 +282,7 @@ class Bound(NamedTuple):
 
 
 def memory_bounds(root: Path = ROOT) -> list[Bound]:
-    """Limits of memory: the machine, and the containers around this process.
+    """Return the limits of memory: the machine, and the containers around this process.
 
     On systems other than Linux, memory is unknown.
     """
@@ -303,7 +303,7 @@ def memory_bounds(root: Path = ROOT) -> list[Bound]:
 
 
 def n_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use, by its affinity and the quotas of its control groups."""
+    """Count the cores that this process may use, by affinity and quotas of its control groups."""
     n = len(os.sched_getaffinity(0)) if IS_LINUX else os.cpu_count() or 1
     for group in _control_groups(root):
         quota, _, period = _read(group / "cpu.max").strip().partition(" ")
@@ -313,7 +313,7 @@ def n_cores(root: Path = ROOT) -> int:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """Directories of this process's control group and of its ancestors.
+    """Find the directories of this process's control group and of its ancestors.
 
     A container sees its own group as the topmost directory; the path may be the host's, which does
     not exist here.
@@ -327,12 +327,12 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _kilobytes(file: Path, name: str) -> int:
-    """A size in bytes that a kernel file gives in kilobytes; 0 if missing."""
+    """Return a size in bytes that a kernel file gives in kilobytes; 0 if missing."""
     return int(_field(file, name) or 0) * 1024
 
 
 def _field(file: Path, name: str) -> str:
-    """The first word after a name in a kernel file; ``""`` if missing."""
+    """Return the first word after a name in a kernel file; ``""`` if missing."""
     for words in map(str.split, _read(file).splitlines()):
         if len(words) > 1 and words[0].rstrip(":") == name:
             return words[1]
@@ -340,7 +340,7 @@ def _field(file: Path, name: str) -> str:
 
 
 def _read(file: Path) -> str:
-    """The text of a kernel file; ``""`` if it cannot be read."""
+    """Return the text of a kernel file; ``""`` if it cannot be read."""
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError):

@@ -59,7 +59,7 @@ _ADVICE = {
 
 
 def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
-    """The error for an environment that raised or returned an invalid value.
+    """Make the error for an environment that raised or returned an invalid value.
 
     Args:
         error: The exception of a ``VecEnv``.
@@ -82,7 +82,7 @@ def env_error(error: LaneError, where: Where, **episode: Any) -> EnvError:
 def agent_error(
     error: BaseException, where: Where, who: str = THE_AGENT, **episode: Any
 ) -> AgentError:
-    """The error for an agent that raised or returned an invalid value.
+    """Make the error for an agent that raised or returned an invalid value.
 
     Args:
         error: Its exception.
@@ -147,12 +147,12 @@ def of_lane(failure: WorkerError, lane: int, call: str, **changes: Any) -> Worke
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback as text, which can be sent to other processes."""
+    """Return the traceback as text, which can be sent to other processes."""
     return "".join(traceback.format_exception(error))
 
 
 def message_and_fix(who: str, error: BaseException) -> tuple[str, str]:
-    """Message and fix, one line each."""
+    """Return message and fix, one line each."""
     if isinstance(error, SpecError | UsageError):
         return error.what if error.what.startswith(who) else f"{who}: {error.what}", error.fix
     fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""

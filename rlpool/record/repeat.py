@@ -86,7 +86,7 @@ class _Repetition:
         self._row: Actions = {}  # of the last step
 
     def next_action(self) -> Actions:
-        """The action of the next step."""
+        """Return the action of the next step."""
         chunk, row = next(self._rows)
         self._row = {key: array[row, ...] for key, array in chunk.items()}
         self._step += 1
@@ -218,7 +218,7 @@ def replay(env: Any | Callable[[], Any], error: WorkerError) -> Replay:
 
     Raises:
         Exception: The environment's own exception.
-        SpecError: If there is no environment or no error of a worker.
+        SpecError: If ``env`` is not an environment, or ``error`` not an error of a worker.
         UsageError: If the error has no actions.
 
     Example:

@@ -59,7 +59,7 @@ _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 
 
 def slot_actions(layout: Layout, arrays: Arrays, slot: int, start: int, stop: int) -> Actions:
-    """The actions of some rows of a slot: views of the block.
+    """Return the actions of some rows of a slot: views of the block.
 
     Args:
         layout: Layout of the block.
@@ -74,7 +74,7 @@ def slot_actions(layout: Layout, arrays: Arrays, slot: int, start: int, stop: in
 def slot_steps(
     layout: Layout, arrays: Arrays, slots: Sequence[int], last_rewards: NDArray
 ) -> Actions:
-    """Actions and rewards of slots, copies ``[n_slots, T, ...]``.
+    """Copy actions and rewards of slots, ``[n_slots, T, ...]``.
 
     Args:
         layout: Layout of the block.
@@ -152,11 +152,11 @@ class Tape:
             self.first_step += n_rows(chunks.pop(0))
 
     def continued(self) -> Tape:
-        """A copy to continue, while this tape is unchanged."""
+        """Return a copy to continue, while this tape is unchanged."""
         return replace(self, chunks=list(self.chunks))
 
     def without_last(self) -> Tape:
-        """The tape without its last step."""
+        """Return the tape without its last step."""
         if not self.chunks:
             return self
         *chunks, last = self.chunks
@@ -219,7 +219,7 @@ class LaneTapes:
         self._tapes.pop(lane, None)
 
     def peek(self, lane: int) -> Tape | None:
-        """The tape of a lane, which may lack its last steps."""
+        """Return the tape of a lane, which may lack its last steps."""
         return self._tapes.get(lane)
 
     def n_steps(self, lane: int) -> int:
@@ -228,7 +228,7 @@ class LaneTapes:
         return 0 if tape is None else tape.n_steps + int(self._stepped[:, lane].sum())
 
     def tape(self, lane: int) -> Tape | None:
-        """The tape of a lane's episode up to now, ``None`` if the lane was not reset."""
+        """Return the tape of a lane's episode up to now, ``None`` if the lane was not reset."""
         tape, rows = self._tapes.get(lane), np.flatnonzero(self._stepped[:, lane])
         if tape is not None and rows.size:
             chunk = {key: block[rows, lane] for key, (_, block) in self._blocks.items()}
@@ -368,7 +368,7 @@ def action_row(
 
 
 def actions_of(*chunks: Mapping[str, NDArray]) -> Any:
-    """The actions of an episode in the form of its space, copied.
+    """Return the actions of an episode in the form of its space, copied.
 
     Args:
         *chunks: Columns ``[k, ...]``; empty ones are left out.
@@ -377,7 +377,7 @@ def actions_of(*chunks: Mapping[str, NDArray]) -> Any:
 
 
 def nested_actions(columns: Mapping[str, NDArray], key: str = "action") -> Any:
-    """Columns of actions in the form of the space: an array, or dicts and tuples of arrays."""
+    """Nest columns of actions like the space: an array, or dicts and tuples of arrays."""
     if key in columns:
         return columns[key]
     below = [other.removeprefix(f"{key}/") for other in columns if other.startswith(f"{key}/")]
@@ -389,7 +389,7 @@ def nested_actions(columns: Mapping[str, NDArray], key: str = "action") -> Any:
 
 
 def action_columns(actions: Any, key: str = "action") -> Actions:
-    """The inverse of ``nested_actions``; ``None`` has no columns."""
+    """Invert ``nested_actions``; ``None`` has no columns."""
     if actions is None:
         return {}
     if not isinstance(actions, Mapping | tuple):
@@ -403,7 +403,7 @@ def action_columns(actions: Any, key: str = "action") -> Actions:
 
 
 def n_rows(chunk: Mapping[str, NDArray]) -> int:
-    """Number of steps in a chunk."""
+    """Count the steps of a chunk."""
     return len(next(iter(chunk.values()), ()))
 
 
