@@ -13,8 +13,9 @@ from ray.rllib.core.rl_module import RLModuleSpec
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from benchmarks.conformance.data import join
-from benchmarks.conformance.interface import NO_TARGETS, Collector, Job, Steps
+from benchmarks.conformance.interface import Collector, Job, Steps
 
+LACKS = dict.fromkeys(("n_step", "targets"), "computed by its learners, not by env runners")
 RAISED = "exception_names_its_cause unpicklable_exception_reaches_the_caller sys_exit_is_noticed"
 RESTARTED = "“RLlib tries to restart the lost EnvRunner(s)” (`AlgorithmConfig.fault_tolerance`)"
 
@@ -40,7 +41,7 @@ def steps(episode: Any) -> Steps:
 
 class Runners(Collector):
     package, start_s = "ray", 30.0
-    lacks: ClassVar[dict[str, str]] = NO_TARGETS | {"options": "`reset` gets no options"}
+    lacks: ClassVar[dict[str, str]] = LACKS | {"options": "`reset` gets no options"}
     intended: ClassVar[dict[str, str]] = dict.fromkeys(RAISED.split(), RESTARTED)
 
     def open(self, job: Job) -> None:
@@ -50,10 +51,9 @@ class Runners(Collector):
     def algorithm(self, n: int, **more: Any) -> Any:
         if self.opened is None or more != self.more:
             self.close()
-            job, self.more = self.job, more
+            job, self.more, n_envs = self.job, more, self.job.n_envs // self.job.n_workers
             config = PPOConfig().environment("job").debugging(seed=job.seed).evaluation(**more)
-            numbers = {"num_envs_per_env_runner": job.n_envs // job.n_workers}
-            config.env_runners(num_env_runners=n, **numbers)
+            config.env_runners(num_env_runners=n, num_envs_per_env_runner=n_envs)
             config.rl_module(rl_module_spec=RLModuleSpec(Act, model_config={"policy": job.policy}))
             self.opened = config.callbacks(on_episode_created=label).build_algo()
             self.at_end.callback(self.opened.stop)
