@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,18 +94,23 @@ def examine(n_workers: int, root: Path = ROOT) -> Iterator[Check]:
     fix = "use fewer workers, or raise the limit before starting Python: ulimit -n"
     enough = Check("file descriptors", OK, message)
     yield enough if n_workers <= room else Check("file descriptors", FAIL, message, fix)
-    yield _worker()
+    yield _tried("worker process", _start_worker)
 
 
-def _worker() -> Check:
-    """Check that a worker process starts and shares memory, and measure the time."""
-    start_s, env_fns = time.monotonic(), [partial(gymnasium.make, "CartPole-v1")]
+def _tried(name: str, check: Callable[..., Check], *arguments: float) -> Check:
+    """Return the result of a check that starts workers; it fails if it raises."""
     try:
-        with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
-            env.reset()
+        return check(*arguments)
     except (RlpoolError, OSError, RuntimeError) as error:
         message, _, fix = str(error).partition("\n  fix: ")
-        return Check("worker process", FAIL, message or type(error).__name__, fix.strip())
+        return Check(name, FAIL, message or type(error).__name__, fix.strip())
+
+
+def _start_worker() -> Check:
+    """Start a worker process, which shares memory, and measure the time."""
+    start_s, env_fns = time.monotonic(), [partial(gymnasium.make, "CartPole-v1")]
+    with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
+        env.reset()
     message = f"started, reset an environment and ended after {time.monotonic() - start_s:.1f} s"
     return Check("worker process", OK, message)
 
@@ -157,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         n_workers, seconds = worker_count(options.n_workers), options.hand_overs
-        checks = [hand_overs(seconds)] if seconds else [*examine(n_workers)]
+        checks = [_tried("hand-overs", hand_overs, seconds)] if seconds else [*examine(n_workers)]
     except SpecError as error:
         parser.exit(2, f"python -m rlpool doctor: {error.what}\n")
     width = max(len(check.name) for check in checks)

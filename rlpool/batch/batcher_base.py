@@ -126,9 +126,7 @@ class BatcherBase(CrashOnly, ProcessOwner):
         rest = agent_rows, self._WATCHES_INFOS, self._max_steps
         self._recipe = Recipe(n_workers, given, rest, self._NAME)
         if n_workers:
-            require_linux(
-                f"n_workers={n_workers}", "n_workers=0 gives the same bits in one process"
-            )
+            require_linux(f"n_workers={n_workers}", "n_workers=0 works here, with the same bits")
             check_workers(n_workers, WORKER_DESCRIPTORS, "lower n_workers")
         # Not methods of this object: without references back to it, a batcher that is dropped (a
         # notebook cell that is run again, for example) ends its workers at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class LocalWorker:
 
     n_workers = 1
     up = (0,)
-    _fd = -1
+    _readable: socket.socket | None = None
 
     def __init__(
         self,
@@ -106,10 +107,10 @@ class LocalWorker:
 
     def fileno(self) -> int:
         """Return a descriptor that is always readable: there is nothing to wait for."""
-        if self._fd < 0:
-            self._fd, other = os.pipe()
-            os.close(other)  # so the descriptor is at end of file
-        return self._fd
+        if self._readable is None:
+            self._readable, other = socket.socketpair()  # Windows waits for nothing but sockets
+            other.close()
+        return self._readable.fileno()
 
     def wait_until(self, is_over: Callable[[], bool], until_s: float = 0.0) -> None:
         """Handle messages until a condition holds, however long that takes."""
@@ -165,9 +166,8 @@ class LocalWorker:
             with self._at_work():
                 self._collector.close()
             self.control.close()
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            if self._readable is not None:
+                self._readable.close()
             self._is_closed = True  # last, so an interrupted call can be repeated
 
     @contextmanager

@@ -26,7 +26,7 @@ from rlpool.data.infos import Infos, options_of
 from rlpool.data.storage import NDArray
 from rlpool.errors import SpecError
 from rlpool.loop.plan import Chunk, Lane, Plan
-from rlpool.machine.platform import NO_LOCK
+from rlpool.machine.platform import HAS_ORDERED_STORES, NO_LOCK
 from rlpool.record.tape import Tape
 from rlpool.seeding import noise_keys
 from rlpool.slots.blocks import Block, Layout
@@ -45,6 +45,7 @@ SILENT, REPORTED = 1, 2
 
 Only the last worker reports the end of a request, so that the caller wakes up once. A worker that
 has sent any other message about the request reports its own end too, since its messages come first.
+So do all workers where stores may be reordered: the caller reads these states without a lock.
 """
 
 
@@ -147,7 +148,7 @@ class RequestPlan(Plan):
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self.cancelled = self.arrays.control["cancelled"].data
-        self.has_reported = False  # whether anything about it was sent
+        self.has_reported = not HAS_ORDERED_STORES  # whether anything about it was sent
 
     def ends(self) -> bool:
         """Record that this worker's part is over; returns whether to report that."""

@@ -39,6 +39,7 @@ from rlpool.evaluation.result import (
 from rlpool.machine.arguments import also_takes, optional_number, whole_number
 from rlpool.machine.imports import import_extra
 from rlpool.machine.own_state import default_device, torch_settings
+from rlpool.machine.platform import require_linux
 from rlpool.observe.control import Word
 from rlpool.record.tape import Tape, tape_of
 from rlpool.seeding import checked_seeds, evaluation_root
@@ -149,8 +150,9 @@ def evaluate(
     n_episodes = whole_number("n_episodes", n_episodes, 1, fix="or name episode_seeds")
     agent_rows = agent_rows and whole_number("agent_rows", agent_rows, 1)
     max_steps = optional_number("max_steps", max_steps, 1)
-    # Only workers can be restarted.
-    n_workers = n_workers or int(policy.get("on_env_error") == "restart")
+    if not n_workers and policy.get("on_env_error") == "restart":
+        require_linux('on_env_error="restart"', 'use on_env_error="truncate"')
+        n_workers = 1
     if record is not None:
         checked_target("record", record)  # before the workers start
     seeds = whole_number("seeds", seeds, 0)

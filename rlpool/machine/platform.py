@@ -1,4 +1,4 @@
-"""Services of the operating system; the only module that depends on it.
+"""Services of the operating system; code that runs everywhere uses no others.
 
 Worker processes and shared memory need Linux; ``require_linux`` refuses them elsewhere. Work in a
 single process runs everywhere. Functions for Linux alone are called in workers, or to start them.

@@ -25,6 +25,7 @@ from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.envs.single_envs import check_is_env
 from rlpool.errors import SpecError, UsageError, Where
 from rlpool.machine.arguments import checked_timeout
+from rlpool.machine.platform import require_linux
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.workers.sharing import Parcel, pickled
@@ -81,6 +82,7 @@ class EpisodeRunner:
         timeout: float | None,
         start_method: str,
     ) -> None:
+        require_linux("Pool(env)", "fill a pool without env from a batcher with n_workers=0")
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         _check_environments(envs, processes)

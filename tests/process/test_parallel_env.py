@@ -55,7 +55,19 @@ def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
 UNORDERED = """
 import torch
 import rlpool
+from rlpool.batch.dispatch import Dispatcher, Done
+from support.agents import ConstantAgent
+from support.envs import create_counting
 from support.unordered import LockingEnv, locks
+
+ended = set()
+on_message = Dispatcher.on_message
+
+
+def note(self, worker, message):
+    ended.update({worker} if isinstance(message, Done) else ())
+    on_message(self, worker, message)
+
 
 if __name__ == "__main__":
     rlpool.preload("support.unordered")
@@ -74,10 +86,16 @@ if __name__ == "__main__":
         assert array[0] == 0 and len(locks) > before
     array.close()
     assert array.shape == (1,)
+    Dispatcher.on_message = note
+    args = 20, 8, ConstantAgent, {}, create_counting
+    with rlpool.EpisodeBatcher(*args, n_workers=2, check_repeatable=False) as batcher:
+        batcher.execute(8)
+        assert len(batcher.get()) == 8
+    assert ended == {0, 1}  # the state of the other worker is not read from memory
 """
 
 
-def test_memory_words_are_handed_over_under_a_lock_on_weakly_ordered_processors(
+def test_data_is_handed_over_by_the_kernel_on_weakly_ordered_processors(
     run_script: Callable[..., Script],
 ) -> None:
     script = run_script(UNORDERED)

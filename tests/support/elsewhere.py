@@ -36,7 +36,8 @@ NAMES = {
 """Prefixes of names that other systems lack, mostly Windows."""
 
 NEEDS_LINUX = re.compile(
-    "(n_workers=[1-9]|ParallelEnvManager|RayEpisodeBatcher|storage='(shared|memmap)') needs Linux"
+    r"(n_workers=[1-9]|ParallelEnvManager|Pool\(env\)|RayEpisodeBatcher|on_env_error=\"restart\"|"
+    "storage='(shared|memmap)') needs Linux"
 )
 MOST_REFUSED = 60
 refused: list[str] = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 from typing import Any
 
+from rlpool.batch import plans
 from rlpool.data import allocation
 from rlpool.manager import channel
 from rlpool.testing import CountingEnv
 from rlpool.workers import wake
 
-for module in (allocation, channel, wake):
+for module in (allocation, channel, plans, wake):
     module.HAS_ORDERED_STORES = False
 
 locks: list[int] = []

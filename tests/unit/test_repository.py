@@ -95,6 +95,14 @@ def test_the_library_imports_nothing_but_its_dependencies() -> None:
     assert foreign == set()
 
 
+def test_one_module_knows_the_operating_system() -> None:
+    for path in (REPOSITORY / "rlpool").rglob("*.py"):
+        if path.name != "platform.py":
+            text = path.read_text(encoding="utf-8")
+            known = r"\b(fcntl|resource|termios)\.|memfd_|[\"']/proc|signal\.SIG(KILL|ALRM|CHLD)"
+            assert re.findall(known, text) == [], path
+
+
 @pytest.mark.parametrize(
     ("package", "extra"), [("stable_baselines3", "sb3"), ("minari", "minari"), ("ray", "ray")]
 )
