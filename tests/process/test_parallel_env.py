@@ -88,7 +88,7 @@ if __name__ == "__main__":
     assert array.shape == (1,)
     Dispatcher.on_message = note
     args = 20, 8, ConstantAgent, {}, create_counting
-    with rlpool.EpisodeBatcher(*args, n_workers=2, check_repeatable=False) as batcher:
+    with rlpool.EpisodeBatcher(*args, n_workers=2) as batcher:
         batcher.execute(8)
         assert len(batcher.get()) == 8
     assert ended == {0, 1}  # the state of the other worker is not read from memory
