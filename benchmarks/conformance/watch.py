@@ -66,7 +66,7 @@ class Watched:
         while self.process.poll() is None:
             self.read()
             if time.monotonic() - self.since > self.limit():
-                if self.current or self.first.leaves_nothing or not self.about:
+                if self.current or self.first.leaves_no is not None or not self.about:
                     self.finish("red", "did not end in time")
                 break
             time.sleep(0.02)
@@ -125,7 +125,7 @@ class Watched:
         elif self.current:
             self.finish("green", "")
         cell = self.cells.get(self.names[0], {})
-        if self.first.leaves_nothing and cell.get("status") == "green":
+        if self.first.leaves_no is not None and cell.get("status") == "green":
             until = time.monotonic() + LEFT_S
             while (left := self.left()) and time.monotonic() < until:
                 time.sleep(0.1)
@@ -140,7 +140,8 @@ class Watched:
                 program, *rest = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 found.append(f"process `{' '.join([Path(program).name, *rest[:2]])}`")
         now = set(os.listdir(self.shm)) if self.shm >= 0 else set()
-        return found + [f"/dev/shm/{name}" for name in sorted(now - self.shm_before)]
+        found += [f"/dev/shm/{name}" for name in sorted(now - self.shm_before)]
+        return [name for name in found if (self.first.leaves_no or "") in name]
 
     def marked(self) -> list[int]:
         """Return the processes that inherited the token of this run."""

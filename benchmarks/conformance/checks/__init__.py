@@ -29,8 +29,8 @@ class Check:
         thread: Issue in which a user reported a failure of this property.
         needs: Required capabilities of the library.
         signal: Sent to the process once it has called ``ready``; the process must then end.
-        leaves_nothing: Whether processes or files in /dev/shm that outlive the process by some
-            seconds make the cell red, as in every check with a signal.
+        leaves_no: Part of the names of processes and files in /dev/shm that make the cell red if
+            they outlive the process by some seconds: all by default if there is a signal.
         shm_mb: The size of /dev/shm.
     """
 
@@ -39,7 +39,7 @@ class Check:
     thread: str
     needs: tuple[str, ...]
     signal: signal.Signals | None = None
-    leaves_nothing: bool = False
+    leaves_no: str | None = None
     shm_mb: int = 4096
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ def check(group: str, thread: str, *needs: str, standard_env: bool = False, **mo
 
     def register(function: Callable[[Library], None]) -> Callable[[Library], None]:
         needed = needs if standard_env else (*needs, "environments")
-        more.setdefault("leaves_nothing", "signal" in more)
+        more.setdefault("leaves_no", "" if "signal" in more else None)
         REGISTER[function.__name__] = Check(function, group, thread, needed, **more)
         return function
 

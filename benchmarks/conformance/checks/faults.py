@@ -145,7 +145,7 @@ def interrupt_ends_the_run(library: Library) -> None:
         collect_forever(collector, library)
 
 
-@check("faults", "ikostrikov/pytorch-a2c-ppo-acktr-gail#119", leaves_nothing=True)
+@check("faults", "ikostrikov/pytorch-a2c-ppo-acktr-gail#119", leaves_no="")
 def nothing_is_left_after_close(library: Library) -> None:
     """After `close`, before the program ends, no process of the library runs environments."""
     log = library.file("log")
@@ -163,14 +163,14 @@ def processes_in(log: str) -> list[psutil.Process]:
     return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
-@check("faults", "openai/gym#1544", leaves_nothing=True)
+@check("faults", "openai/gym#1544", leaves_no="")
 def nothing_is_left_after_an_exception(library: Library) -> None:
     """A program ended by an environment's exception, without `close`, leaves nothing behind."""
     collector = library.make(**failing(library, "raise"))
     expect.error_of(collect, collector, library)
 
 
-@check("faults", "hill-a/stable-baselines#570", standard_env=True, leaves_nothing=True)
+@check("faults", "hill-a/stable-baselines#570", standard_env=True, leaves_no="")
 def nothing_is_left_without_close(library: Library) -> None:
     """A program that forgets `close` ends and leaves nothing behind."""
     collect(library.make(), library)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import signal
+from signal import SIGKILL
 
 from benchmarks.conformance import expect
 from benchmarks.conformance.checks import Library, check
@@ -58,7 +58,7 @@ def environment_starts_processes(library: Library) -> None:
     attempt(library, forks=True, lengths=(40,))
 
 
-@check("limits", "facebookresearch/CompilerGym#326", "workers", signal=signal.SIGKILL)
+@check("limits", "facebookresearch/CompilerGym#326", "workers", signal=SIGKILL, leaves_no="sleep")
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators started by environments also end if the program is killed."""
     collect_forever(library.make(helper=True), library)
