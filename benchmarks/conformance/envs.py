@@ -100,7 +100,7 @@ class Numbered(gym.Env):
             self.process.kill()
             self.process.wait()
         if self.log:
-            _append(self.log, "close")
+            _append(self.log, f"close {id(self)} {os.getpid()}")
 
     def _observe(self) -> np.ndarray:
         observation = self._observation if self.reuse else np.zeros_like(self._observation)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 
-class Unexpected(Exception):
-    """An unexpected value: a red cell."""
+class Unexpected(BaseException):
+    """An unexpected value: a red cell. It is not an error of a library, which checks may expect."""
 
 
 def equal(what: str, got: Any, expected: Any) -> None:
@@ -30,7 +30,7 @@ def error_of(call: Callable[..., Any], *args: Any) -> BaseException:
     """Return the exception that a call must raise; ``SystemExit`` counts as well."""
     try:
         call(*args)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Unexpected):
         raise
     except BaseException as error:
         return error

@@ -22,6 +22,7 @@ from benchmarks.conformance import envs
 IN_CALLER = dict.fromkeys(("workers", "worker_count"), "steps environments in the caller's process")
 PER_ENVIRONMENT = {"worker_count": "has a process per environment"}
 NO_EPISODES = {"episodes": "steps environments, has no function that collects episodes"}
+NO_EPISODES |= {"results": "returns single steps, which the adapter copies"}
 NO_EVALUATION = {"evaluate": "has no function that evaluates a policy"}
 NO_TARGETS = {"n_step": "computes no n-step returns", "targets": "computes no targets"}
 
@@ -104,10 +105,11 @@ class Collector:
         package: The distribution whose version is shown.
         lacks: Missing capabilities with reasons: checks that need them are grey.
             "environments" (it runs Gymnasium environments written in Python), "window", "episodes",
-            "evaluate", "n_step" and "targets" (the methods below), "infos" (in results), "options"
-            (of ``reset``), "seed", "workers" (processes that step environments), "worker_count" (a
-            number of processes independent of that of environments), "frame_stack".
-        intended: Checks whose failure the library documents as intended, with quotation and URL.
+            "evaluate", "n_step" and "targets" (the methods below), "results" (of several steps),
+            "infos" (in results), "options" (of ``reset``), "seed", "workers" (processes that step
+            environments), "worker_count" (a number of processes independent of that of
+            environments), "frame_stack".
+        intended: Checks whose failure the library documents as intended, with quotation and source.
         start_s: Additional seconds for the start of its processes, on top of each deadline and of
             its import time.
         opened: Object that an adapter opens at the first request if it cannot do so in ``open``.

@@ -53,7 +53,7 @@ def brief(cell: dict[str, Any]) -> str:
     head, differs, _ = cell["message"].partition(": expected")
     text = f"wrong {head}" if differs else head.removeprefix("raised ")
     words = re.sub(r"[\[|`].*", "", " ".join(text.split())).split()
-    return " ".join(words[:5]).rstrip(":,") + ("…" if len(words) > 5 else "")
+    return " ".join(words[:10]).rstrip(":,") + ("…" if len(words) > 10 else "")
 
 
 def notes(columns: dict[str, Any], status: str, text: str) -> Iterator[str]:

@@ -107,10 +107,11 @@ class Watched:
             self.current = ""
         elif kind == "ready":
             time.sleep(SIGNAL_AFTER_S)
-            self.since, self.signalled = time.monotonic(), True
+            self.since, self.signalled = time.monotonic(), self.process.poll() is None
             number = CHECKS[self.current].signal
             send = os.kill if number == signal.SIGKILL else os.killpg  # as a terminal does
-            send(self.process.pid, number)
+            if self.signalled:  # otherwise it ended by itself
+                send(self.process.pid, number)
 
     def finish(self, status: str, message: str) -> None:
         """Record the cell of the running check, or of the only one that has run."""

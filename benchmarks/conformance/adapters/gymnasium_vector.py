@@ -18,7 +18,7 @@ class Sync(Stepping):
     lacks: ClassVar[dict[str, str]] = LACKS | interface.IN_CALLER
     intended: ClassVar[dict[str, str]] = {
         "neighbouring_seeds_share_nothing": "“`int` - `[seed, seed+1, ..., seed+n]`” "
-        "(https://gymnasium.farama.org/api/vector/sync_vector_env/)"
+        "(of SyncVectorEnv: https://gymnasium.farama.org/api/vector/sync_vector_env/)"
     }
 
     def open(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""PufferLib: vector environments over emulated ones, with the loop of its trainer."""
+"""PufferLib: vector environments over emulated ones, with the loop of its `clean_pufferl.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Serial(Stepping):
     def step(self, action: np.ndarray) -> tuple:
         self.envs.send(action)
         after, reward, terminated, truncated, infos, _, mask = self.envs.recv()
-        after = after.copy()  # as its trainer does, since the next step writes there
+        after = after.copy()  # the next step writes there
         rows = zip(reward, terminated, truncated, after, strict=True)
         found = [(*row, dict(enumerate(infos)).get(i)) for i, row in enumerate(rows)]
         return after, [row if valid else None for row, valid in zip(found, mask, strict=True)]

@@ -1,4 +1,4 @@
-"""Limits: does it work in a container, a daemon, a thread? Each check runs in its own process."""
+"""Limits: does it work in a container or a daemon? Each check runs in its own process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def environment_starts_processes(library: Library) -> None:
     attempt(library, forks=True, lengths=(40,))
 
 
-@check("limits", "facebookresearch/CompilerGym#326", "workers", signal=SIGKILL, leaves_no="sleep")
+@check("limits", "facebookresearch/CompilerGym#326", signal=SIGKILL, leaves_no="sleep")
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators started by environments also end if the program is killed."""
     collect_forever(library.make(helper=True), library)

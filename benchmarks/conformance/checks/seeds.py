@@ -69,7 +69,7 @@ def unseeded_runs_differ(library: Library) -> None:
 
 @check("seeds", "minerllabs/minerl#244", "seed", "worker_count", standard_env=True)
 def number_of_workers_does_not_matter(library: Library) -> None:
-    """One, two and four processes with four environments in total return the same data.
+    """One, two and four workers with four environments in total return the same data.
 
     Otherwise results cannot be reproduced on a machine with a different number of cores.
     """

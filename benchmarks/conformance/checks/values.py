@@ -194,7 +194,7 @@ def reused_array_is_copied(library: Library) -> None:
         expect.equal("steps after", data.steps(data.after(episode)), np.arange(len(episode)) + 1)
 
 
-@check("values", "PufferAI/PufferLib#161", "window", standard_env=True)
+@check("values", "PufferAI/PufferLib#161", "window", "results", standard_env=True)
 def results_stay_as_they_are(library: Library) -> None:
     """The data of a window does not change while the next ones are collected.
 
