@@ -19,11 +19,15 @@ MESSAGE = "no goal number 17"
 
 
 def collect(collector: Collector, library: Library) -> list[Steps]:
-    """Collect twice, long enough for a fault to strike, and return the second result."""
-    for _ in range(2):
+    """Collect twice, long enough for a fault to strike, and until all environments return data.
+
+    Those in a new process may be missing from a few results.
+    """
+    for number in range(8):
         found = collector.window(20) if library.has("window") else collector.episodes(16)
-    expect.holds("data of all environments or an error", len(found) >= collector.job.n_envs)
-    return found
+        if number and len(found) >= collector.job.n_envs:
+            return found
+    raise expect.Unexpected("expected an error or data of all environments, from one of 8 calls")
 
 
 def collect_forever(collector: Collector, library: Library) -> None:
@@ -201,5 +205,4 @@ def descriptors_do_not_grow(library: Library) -> None:
         attempt(library)
         gc.collect()
         counts.append(psutil.Process().num_fds())
-    text = f"no more open descriptors after 4 collectors than after 2, not {counts}"
-    expect.holds(text, counts[3] <= counts[1])
+    expect.holds(f"no growth of open descriptors, not {counts}", counts[3] <= counts[1])
