@@ -59,10 +59,8 @@ def collected(library: Library, *args: Any, **arguments: Any) -> list[Steps]:
 
     Whatever depends on the order in which workers end differs in some of the requests.
     """
-    streams = []
     with library.open(*args, **arguments) as collector:
-        if library.has("window"):
-            streams += window(collector)
+        streams = window(collector) if library.has("window") else []
     if library.has("episodes"):
         with library.open(*args, **arguments) as collector:
             streams += itertools.chain(*(collector.episodes(8) for _ in range(10)))

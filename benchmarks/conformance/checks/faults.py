@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -116,9 +117,8 @@ def run_survives_a_killed_worker(library: Library) -> None:
         returns_or_raises(collector, library)
         expect.holds("the fault to strike", os.path.exists(script["once"]))
         for stream in collect(collector, library):
-            steps = data.steps(stream.observation)
             paid = stream.reward % 1000
-            expect.equal("rewards of the steps after", paid, steps + 1)
+            expect.equal("rewards of steps", paid, data.steps(stream.observation) + 1)
 
 
 @check("faults", "ray-project/ray#12978", "workers")
@@ -149,10 +149,10 @@ def interrupt_ends_the_run(library: Library) -> None:
 
 @check("faults", "ikostrikov/pytorch-a2c-ppo-acktr-gail#119", leaves_no="")
 def nothing_is_left_after_close(library: Library) -> None:
-    """After `close`, before the program ends, no process of the library runs environments."""
+    """Five seconds after `close`, in the same program, no process runs environments any more."""
     log = library.file("log")
     attempt(library, log=log)
-    time.sleep(1)
+    time.sleep(5)
     left = [each.pid for each in processes_in(log)]
     expect.equal("processes that ran environments and still do", left, [])
 
@@ -168,7 +168,9 @@ def processes_in(log: str) -> list[psutil.Process]:
 @check("faults", "openai/gym#1544", leaves_no="")
 def nothing_is_left_after_an_exception(library: Library) -> None:
     """A program that ends after an environment's exception, without `close`, leaves nothing."""
-    returns_or_raises(library.make(**failing(library, "raise")), library)
+    collector = library.make(**failing(library, "raise"))
+    with contextlib.suppress(Exception, expect.Unexpected):  # what it returns is another question
+        collect(collector, library)
 
 
 @check("faults", "hill-a/stable-baselines#570", standard_env=True, leaves_no="")

@@ -58,7 +58,7 @@ def environment_starts_processes(library: Library) -> None:
     attempt(library, forks=True, lengths=(40,))
 
 
-@check("limits", "facebookresearch/CompilerGym#326", signal=SIGKILL, leaves_no="sleep")
+@check("limits", "facebookresearch/CompilerGym#326", "workers", signal=SIGKILL, leaves_no="sleep")
 def processes_of_environments_end_with_the_caller(library: Library) -> None:
     """Simulators started by environments also end if the program is killed."""
     collect_forever(library.make(helper=True), library)
