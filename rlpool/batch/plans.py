@@ -148,15 +148,15 @@ class RequestPlan(Plan):
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self.cancelled = self.arrays.control["cancelled"].data
-        self.has_reported = not HAS_ORDERED_STORES  # whether anything about it was sent
+        self.reports_end = not HAS_ORDERED_STORES  # True as soon as anything about it is sent
 
     def ends(self) -> bool:
         """Record that this worker's part is over; returns whether to report that."""
         over = self.arrays.control["over"]
         with self._site.lock:
-            over[self.worker] = REPORTED if self.has_reported else SILENT
+            over[self.worker] = REPORTED if self.reports_end else SILENT
             is_last = bool(over.all())
-        return is_last or self.has_reported
+        return is_last or self.reports_end
 
     @property
     def resets_all_lanes(self) -> bool:
@@ -284,7 +284,7 @@ class EpisodePlan(RequestPlan):
         """Report the slots to be emptied."""
         if self._chunks:
             self._site.send(ChunksDone(self.number, self._chunks))
-            self.has_reported = True
+            self.reports_end = True
             self._chunks = []
             self._site.read(False)  # for emptied slots
         if self._site.notice is not None:

@@ -343,7 +343,7 @@ class Collector(Server):
             _WorkerEnds: If a successor is to repeat it.
         """
         self.report_failure(error, plan.number)
-        self._plans[plan.number].has_reported = True
+        self._plans[plan.number].reports_end = True
         if error.can_be_repeated and self._place.policy.restarts_on_env_errors:
             raise _WorkerEnds
         self._conclude(plan.number)

@@ -85,6 +85,7 @@ def test_workers_that_do_not_start_are_reported(
     ):
         monkeypatch.setattr(FakeManager, "error", error)
         assert [*examine(1, root)][-1] == Check("worker process", "FAIL", what, fix)
+        assert main(["doctor", "--hand-overs", "1"]) == 1
 
 
 class LateManager(FakeManager):
