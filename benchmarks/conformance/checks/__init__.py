@@ -32,6 +32,7 @@ class Check:
         leaves_no: Part of the names of processes and files in /dev/shm that make the cell red if
             they outlive the process by some seconds: all by default if there is a signal.
         shm_mb: The size of /dev/shm.
+        times: How often it runs in a table; one failure makes the cell red.
     """
 
     function: Callable[[Library], None]
@@ -41,6 +42,7 @@ class Check:
     signal: signal.Signals | None = None
     leaves_no: str | None = None
     shm_mb: int = 4096
+    times: int = 1
 
     def __str__(self) -> str:
         return " ".join((self.function.__doc__ or "").split())
