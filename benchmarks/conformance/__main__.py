@@ -92,23 +92,23 @@ def main() -> int:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     names = arguments.check or list(CHECKS)
     shared = [name for name in names if CHECKS[name].group not in ALONE]
-    alone = [[each] for each in names if each not in shared for _ in range(CHECKS[each].times)]
-    tasks = [shared] * bool(shared) + alone
+    jobs = [shared] * bool(shared) + [[each] for each in names if each not in shared]
     about = {"date": dt.date.today().isoformat(), "python": platform.python_version()}
     results |= {library: {"cells": {}, **about} for library in libraries}
 
-    def work(task: tuple[str, list[str]]) -> None:
-        library, checks = task
-        cells, _ = run(pythons[library], library, checks, found[library])
+    def work(library: str, checks: list[str]) -> None:
+        for _ in range(CHECKS[checks[0]].times):
+            cells, _ = run(pythons[library], library, checks, found[library])
+            if {cell["status"] for cell in cells.values()} != {"green"}:
+                break
         results[library]["version"] = found[library]["version"]
-        known = results[library]["cells"]
-        known |= {n: cells[n] for n in cells if known.get(n, {}).get("status") != "red"}
+        results[library]["cells"] |= cells
         for name, cell in cells.items():
             print(f"{library:20} {name:58} {cell['status']:8} {cell['seconds']:6.1f} s", flush=True)
 
     with ThreadPoolExecutor(2 if namespace() else 1) as pool:  # /dev/shm may be shared
         found = dict(zip(libraries, pool.map(describe, pythons.values(), libraries), strict=True))
-        list(pool.map(work, [(each, task) for each in libraries for task in tasks]))
+        list(pool.map(work, *zip(*[(key, job) for key in libraries for job in jobs], strict=True)))
     if not arguments.check:
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         page.write(results, ROOT / "docs" / "conformance.md")

@@ -179,7 +179,7 @@ def nothing_is_left_without_close(library: Library) -> None:
     collect(library.make(), library)
 
 
-@check("faults", "tensorpack/tensorpack#1203", standard_env=True, signal=signal.SIGKILL, times=10)
+@check("faults", "tensorpack/tensorpack#1203", standard_env=True, signal=signal.SIGKILL, times=5)
 def nothing_is_left_after_the_caller_is_killed(library: Library) -> None:
     """If the program is killed, its processes end and no shared memory is left behind.
 
