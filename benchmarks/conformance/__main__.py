@@ -57,8 +57,11 @@ def run(python: str, library: str, names: list[str], about: dict[str, Any]) -> t
         if reasons := [lacks[need] for need in CHECKS[name].needs if need in lacks]:
             cells[name] = {"status": "grey", "message": reasons[0], "seconds": 0.0}
     while left := [name for name in names if name not in cells]:
-        watched = Watched(python, library, left, about["start_s"])
-        cells |= watched.run()
+        for _ in range(CHECKS[left[0]].times):
+            watched = Watched(python, library, left, about["start_s"])
+            cells |= watched.run()
+            if cells[left[0]]["status"] != "green":
+                break
         log = watched.log.read_text(encoding="utf-8", errors="replace")
     for name, cell in cells.items():
         if cell["status"] == "red" and name in intended:
@@ -97,10 +100,7 @@ def main() -> int:
     results |= {library: {"cells": {}, **about} for library in libraries}
 
     def work(library: str, checks: list[str]) -> None:
-        for _ in range(CHECKS[checks[0]].times):
-            cells, _ = run(pythons[library], library, checks, found[library])
-            if {cell["status"] for cell in cells.values()} != {"green"}:
-                break
+        cells, _ = run(pythons[library], library, checks, found[library])
         results[library]["version"] = found[library]["version"]
         results[library]["cells"] |= cells
         for name, cell in cells.items():

@@ -32,7 +32,7 @@ class Check:
         leaves_no: Part of the names of processes and files in /dev/shm that make the cell red if
             they outlive the process by some seconds: all by default if there is a signal.
         shm_mb: The size of /dev/shm.
-        times: How often it runs in a table, unless it fails before.
+        times: How often it runs, unless it fails before.
     """
 
     function: Callable[[Library], None]
